@@ -1,0 +1,20 @@
+"""The whole recipe: typed, torch-free. `load` reads TOML and overrides; digests tell what, where and bits apart."""
+
+from truestep.recipe.data import DataSection, TokenizerSection
+from truestep.recipe.machine import Checkpoint, Ledger, Machine, Run
+from truestep.recipe.model import ModelSection
+from truestep.recipe.section import Section, field
+from truestep.recipe.stage import Stage
+
+
+class Recipe(Section):
+    """One run, from data to released model."""
+
+    run: Run = field(help="name, seed and place", digest="where")
+    model: ModelSection | None = field(None, help="the architecture; not needed if the first stage starts from a model", digest="what")
+    tokenizer: TokenizerSection = field(TokenizerSection(), help="how text becomes ids", digest="what")
+    data: dict[str, DataSection] = field({}, help="corpora by name", digest="what")
+    stages: list[Stage] = field(help="what is done, in order", min_length=1, digest="what")
+    machine: Machine = field(Machine(), help="where and how it runs", digest="where")
+    checkpoint: Checkpoint = field(Checkpoint(), help="saving of training state", digest="where")
+    ledger: Ledger = field(Ledger(), help="what the card records", digest="where")

@@ -1,0 +1,34 @@
+"""What a model hands to a loss: the last hidden states and the output matrix, or finished logits."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """hidden_BTD after the last normalisation; weight_VD, a plain tensor (unsharded at forward time) in the dtype of
+    the hidden states or wider; softcap c replaces a logit x by c·tanh(x / c). A loss that never needs all logits at once
+    takes the two factors; `logits` is for everybody else."""
+
+    hidden_BTD: torch.Tensor
+    weight_VD: torch.Tensor
+    softcap: float | None = None
+
+    def logits(self) -> torch.Tensor:
+        """logits_BTV in fp32 (float64 stays float64)."""
+        product_BTV = linear(self.hidden_BTD, self.weight_VD.to(self.hidden_BTD.dtype))
+        logits_BTV = product_BTV.to(torch.promote_types(product_BTV.dtype, torch.float32))
+        return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The output of a model that computes its logits itself."""
+
+    logits_BTV: torch.Tensor
+
+    def logits(self) -> torch.Tensor:
+        """logits_BTV in fp32 (float64 stays float64)."""
+        return self.logits_BTV.to(torch.promote_types(self.logits_BTV.dtype, torch.float32))

@@ -1,0 +1,142 @@
+"""Files of raw little-endian numbers with an xxh3-64 for every block: written once, verified when read."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from truestep.errors import DataError, StorageError
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the operating system refuses (no space, no permission, ...) into one sentence about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot write ({error.strerror or error}); free space or choose a folder you may write to"
+        ) from error
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces: equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3-128 of a buffer, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts[i], starts[i] + 1, ... (lengths[i] of them) for every i, one after the other, int64."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Write a whole small file so that it is either absent or complete, also after a power cut."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+class BlockWriter:
+    """A growing file whose blocks are hashed as they are written."""
+
+    def __init__(self, path: Path, block_bytes: int):
+        self.path, self.block_bytes = path, block_bytes
+        self.sums: list[int] = []
+        self.num_bytes = 0
+        self._hash = xxhash.xxh3_64()
+        self._file: BinaryIO = path.open("wb")
+
+    def write(self, data: np.ndarray) -> None:
+        rest = np.ascontiguousarray(data).data.cast("B")
+        while len(rest):
+            room = self.block_bytes - self.num_bytes % self.block_bytes
+            part, rest = rest[:room], rest[room:]
+            self._file.write(part)
+            self._hash.update(part)
+            self.num_bytes += len(part)
+            if self.num_bytes % self.block_bytes == 0:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        self.sums.append(self._hash.intdigest())
+        self._hash.reset()
+
+    def finish(self) -> None:
+        """Hash the last, shorter block and bring everything to the disk."""
+        if self.num_bytes % self.block_bytes:
+            self._end_block()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def abort(self) -> None:
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+class BlockReader:
+    """A memory-mapped file; `touch` verifies the blocks of byte ranges the first time that this process reads them."""
+
+    def __init__(self, path: Path, num_bytes: int, block_bytes: int, sums: np.ndarray):
+        self.path, self.block_bytes, self.sums = path, block_bytes, sums
+        self.data = map_file(path, num_bytes)
+        self._seen = np.zeros(len(sums), dtype=bool)
+
+    def touch(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Raises DataError naming the file and the block where [starts, stops) holds a changed byte."""
+        first, last = starts // self.block_bytes, (stops - 1) // self.block_bytes
+        if self._seen[first].all() and self._seen[last].all() and (last - first <= 1).all():
+            return
+        blocks = np.unique(ragged(first, last - first + 1))
+        for block in blocks[~self._seen[blocks]].tolist():
+            self._check(block)
+
+    def verify(self) -> None:
+        for block in range(len(self.sums)):
+            self._check(block)
+
+    def _check(self, block: int) -> None:
+        start = block * self.block_bytes
+        if xxhash.xxh3_64_intdigest(self.data[start : start + self.block_bytes].data) != int(self.sums[block]):
+            raise DataError(
+                f"{self.path}: block {block} (bytes {start} to {min(start + self.block_bytes, len(self.data))}) does "
+                "not match its checksum, so the file was changed or damaged; build the data again"
+            )
+        self._seen[block] = True
+
+
+def map_file(path: Path, num_bytes: int | None = None) -> np.ndarray:
+    """The file's bytes as a read-only uint8 array without reading them; DataError if absent or not `num_bytes` long."""
+    try:
+        actual = path.stat().st_size
+        if num_bytes is not None and actual != num_bytes:
+            raise DataError(f"{path}: has {actual} bytes where its header says {num_bytes}; build the data again")
+        if actual == 0:
+            return np.empty(0, dtype=np.uint8)
+        # A plain view: slicing numpy's memmap class costs a microsecond a time.
+        return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path or build the data") from None

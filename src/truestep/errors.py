@@ -27,3 +27,7 @@ class CheckpointError(UserError):
 
 class ModelError(UserError):
     """A model directory or module is missing parts or does not match its configuration."""
+
+
+class LogError(UserError):
+    """A run directory or its log is absent, empty, altered, or in use by another process."""

@@ -1,0 +1,275 @@
+"""What a run log can say: one frozen dataclass a kind. A field that may be unknown is None and means "not recorded".
+
+To add a kind, write its dataclass and name it in `KINDS`. New fields need a default, so that older logs stay readable.
+Steps are counted from 1 within a stage: `step` is the number of optimizer steps done once this one is done, in step,
+eval, save and resume records alike.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """First record of every segment; written by RunLog itself. `previous` is the chain head it continues from."""
+
+    previous: str
+    host: str
+    pid: int
+    format: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptStart:
+    """The processes are up. `devices` counts what the attempt holds (and pays for) by device name."""
+
+    world: int
+    host: str
+    digests: dict[str, str]  # what, where, bits
+    versions: dict[str, str]
+    devices: dict[str, int]
+    stages: list[str] = field(default_factory=list)  # names, in the recipe's order
+    launched_s: float | None = None  # Unix time at which the command was given; else the time of this record counts
+    price_per_device_hour: float | None = None
+    currency: str | None = None
+    pue: float | None = None
+    grid_region: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageStart:
+    """A stage begins or goes on. FLOPs are of training (forward and backward) per token, by the rule that is named."""
+
+    stage: str
+    kind: str
+    steps: int  # planned for the whole stage
+    start_step: int = 0  # steps that were already done
+    tokens: int | None = None  # planned for the whole stage
+    context: int | None = None
+    batch_tokens: int | None = None
+    params: dict[str, int] = field(default_factory=dict)  # embedding, head, ..., total
+    train_flops_per_token_causal: float | None = None
+    train_flops_per_token_full: float | None = None
+    flops_rule: str | None = None
+    precision: str | None = None  # float32, bfloat16, ...
+    peak_flops: float | None = None  # FLOP/s of one device; None looks the device up in the table
+    peak_source: str | None = None
+    start: str | None = None  # init, "stage:NAME", a path or a pinned hub id
+    parent: str | None = None  # digest of the model it started from
+    data: list[str] = field(default_factory=list)  # names of `data` records
+    model: dict[str, Any] = field(default_factory=dict)  # the resolved model section
+    settings: dict[str, Any] = field(default_factory=dict)  # optimizer, schedule, loss, mesh, ... as chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A corpus as it was built: what came in, what was dropped and why, what came out."""
+
+    name: str
+    source: str
+    fingerprint: str
+    documents: int | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+    dropped: dict[str, int] = field(default_factory=dict)  # documents by reason
+    licence: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step. `loss` is the mean per target over the global batch; `step_s` is the step's whole wall time,
+    the wait for data (`data_s`) included, evaluations and checkpoint stalls excluded."""
+
+    stage: str
+    step: int
+    tokens: int
+    targets: int
+    loss: float
+    grad_norm: float  # before clipping
+    lr: float
+    step_s: float
+    data_s: float | None = None
+    clip: float | None = None  # factor applied to the gradient
+    skipped: bool = False  # the update was not applied
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Held-out evaluation. `loss` is nats per target; `bytes` is the text that the targets stand for."""
+
+    stage: str
+    step: int
+    loss: float
+    targets: int
+    eval_s: float
+    bits_per_byte: float | None = None
+    bytes: int | None = None
+    data: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """A checkpoint was committed, or failed. `stall_s` is how long training waited for it."""
+
+    stage: str
+    step: int
+    ok: bool
+    stall_s: float
+    total_s: float | None = None
+    bytes: int | None = None
+    manifest: str | None = None  # digest
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Training goes on from a checkpoint. `fell_back` says, a line each, which newer ones were passed over and why."""
+
+    stage: str
+    step: int
+    checkpoint: str
+    fell_back: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)  # fields of where and bits that differ from the last attempt's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skip:
+    """The update of a step was skipped."""
+
+    stage: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Wall time that is no step, evaluation or stall: data build, export, gate, sample, ..."""
+
+    name: str
+    seconds: float
+    stage: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model was written."""
+
+    stage: str
+    path: str
+    digest: str
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """The decision after a stage. `figures` holds what it looked at."""
+
+    stage: str
+    verdict: Literal["pass", "fail", "undecided", "void", "ungated"]
+    reason: str
+    kind: str | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What general compressors reach on the held-out text: name -> bits per byte."""
+
+    data: str
+    bytes: int
+    bits_per_byte: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A completion of the stage's model."""
+
+    stage: str
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A release card was written, computed from the first `records` records of this log."""
+
+    stage: str
+    path: str
+    digest: str
+    records: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """Anything worth saying once: what was measured and chosen, a warning, a fallback."""
+
+    text: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptEnd:
+    """The attempt ended in order."""
+
+    reason: Literal["finished", "interrupted", "failed"]
+    error: str | None = None
+
+
+KINDS: dict[str, type] = {
+    "segment": Segment,
+    "attempt_start": AttemptStart,
+    "stage_start": StageStart,
+    "data": Data,
+    "step": Step,
+    "eval": Eval,
+    "save": Save,
+    "resume": Resume,
+    "skip": Skip,
+    "phase": Phase,
+    "model": Model,
+    "gate": Gate,
+    "yardstick": Yardstick,
+    "sample": Sample,
+    "card": Card,
+    "note": Note,
+    "attempt_end": AttemptEnd,
+}
+
+_FIELDS = {kind: {f.name: f for f in fields(cls)} for kind, cls in KINDS.items()}
+_FLOATS = {cls: [f.name for f in fields(cls) if f.type in (float, float | None)] for cls in KINDS.values()}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the log. `data` is an instance of the kind's class; of a kind unknown to this version, its fields."""
+
+    seq: int
+    time_s: float
+    attempt: int
+    kind: str
+    data: Any
+    chain: str
+
+
+def spell(value: Any) -> Any:
+    """JSON has no NaN and no infinity: write them as the words that `float` reads."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: spell(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [spell(item) for item in value]
+    return value
+
+
+def typed(kind: str, values: dict[str, Any]) -> Any:
+    """The dataclass of `kind` from JSON. Fields of a later version are left out; a float may come as "nan" or "inf"."""
+    if kind not in KINDS:
+        return values
+    cls, known = KINDS[kind], _FIELDS[kind]
+    mine = {name: value for name, value in values.items() if name in known}
+    for name in _FLOATS[cls]:
+        if isinstance(mine.get(name), str):
+            mine[name] = float(mine[name])
+    return cls(**mine)

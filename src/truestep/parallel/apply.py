@@ -39,8 +39,9 @@ class Parallel:
         return isinstance(self.bare, FSDPModule)
 
     @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        return self.mesh["dp_shard"].get_group() if self.mesh is not None and self.sharded else None
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """Ranks that hold whole copies as plain tensors (DDP); sharded tensors bring their own mesh."""
+        return self.mesh["dp_replicate"].get_group() if self.mesh is not None and not self.sharded else None
 
     def compute(self) -> AbstractContextManager:
         """The precision that forward runs in: master weights stay as they are, products are of `dtype`."""

@@ -1,0 +1,74 @@
+"""Set-up of a stage: model, parallel form, optimizer, loss, scaler, made into one TrainState.
+
+Here the model and the mesh are introduced to each other; neither knows the other elsewhere.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from truestep.losses.base import open_loss
+from truestep.optim.build import build_optimizer
+from truestep.optim.scaler import LossScaler
+from truestep.parallel.apply import Parallel, parallelize
+from truestep.parallel.job import Job
+from truestep.parallel.mesh import resolve
+from truestep.recipe.machine import Machine
+from truestep.recipe.stage import Stage
+from truestep.train.state import TrainState
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def build(
+    stage: Stage,
+    model: nn.Module,
+    fill: Callable[[nn.Module], None],
+    *,
+    job: Job,
+    machine: Machine,
+    precision: str,
+    seed: int,
+    steps: int,
+) -> TrainState:
+    """`model` lies on the meta device; `fill` gives its parameters their first values in place, each rank its shards.
+
+    `precision` is the compute dtype; parameters are fp32, or float64 where everything is.
+    """
+    if precision == "float64":
+        model = model.double()
+    parallel = parallelize(
+        model,
+        resolve(machine.mesh, job.world),
+        device=job.device,
+        dtype=DTYPES[precision],
+        materialise=fill,
+        activation_checkpointing=machine.activation_checkpointing,
+        compile_blocks=machine.compile,
+        reshard_after_forward=machine.reshard_after_forward,
+    )
+    return assemble(stage, parallel, job=job, head_chunk_tokens=machine.head_chunk_tokens, seed=seed, steps=steps)
+
+
+def assemble(
+    stage: Stage, parallel: Parallel, *, job: Job, head_chunk_tokens: int, seed: int, steps: int
+) -> TrainState:
+    """Optimizer, loss and scaler around a parallel model."""
+    bare = parallel.bare
+    optimizer = build_optimizer(
+        bare.named_parameters(),
+        bare.roles(),  # pyright: ignore[reportCallIssue]
+        stage.optim,
+        replicas=parallel.replica_group,
+    )
+    return TrainState(
+        job=job,
+        parallel=parallel,
+        optimizer=optimizer,
+        section=stage.optim,
+        loss=open_loss(stage.loss, head_chunk_tokens),
+        scaler=LossScaler() if parallel.dtype == torch.float16 else LossScaler.off(),
+        steps=steps,
+        seed=seed,
+    )

@@ -1,0 +1,84 @@
+"""Held-out evaluation: loss per target and bits per byte. Leaves the model's mode and every random stream as they were."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from truestep.losses.token_nll import token_nll
+from truestep.numerics.batch import IGNORE, Batch
+from truestep.parallel.apply import Parallel
+from truestep.parallel.job import Job
+from truestep.train.step import forward
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """`loss`: nats per target, special tokens included. `bits_per_byte`: special tokens left out of both sums; None
+    where the tokenizer's byte lengths are not known. `method` says what the bits cover."""
+
+    loss: float
+    targets: int
+    bits_per_byte: float | None
+    num_bytes: int
+    method: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is needed to turn nats into bits per byte of the whole text: bytes of each id (0: special), and the text's
+    own size. A document's first token is never predicted; it is charged log2(vocab_size) bits."""
+
+    byte_lengths: torch.Tensor
+    num_bytes: int
+    num_documents: int
+    complete: bool
+
+
+def evaluate(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | None) -> HeldOut:
+    """Evaluate on batches of which every rank gets the same number (sharded weights are gathered in step)."""
+    with as_it_was(parallel.bare):
+        parallel.bare.eval()
+        nats, targets, text_nats, num_bytes = _sums(parallel, job, batches, text)
+    loss = nats / targets if targets else math.nan
+    if text is None or num_bytes == 0:
+        return HeldOut(loss, int(targets), None, 0, "bytes of tokens are not known")
+    bits, method = text_nats / math.log(2), "targets only"
+    if text.complete:
+        bits += text.num_documents * math.log2(len(text.byte_lengths))
+        num_bytes, method = text.num_bytes, "whole text; the first token of a document charged log2(vocabulary) bits"
+    return HeldOut(loss, int(targets), bits / num_bytes, int(num_bytes), method)
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Every module's train flag and torch's random streams come back, also when the body raises."""
+    flags = [(module, module.training) for module in model.modules()]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            for module, training in flags:
+                module.training = training
+
+
+def _sums(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | None) -> list[float]:
+    sums = torch.zeros(4, dtype=torch.float64, device=parallel.device)
+    lengths = text.byte_lengths.to(parallel.device) if text is not None else None
+    for batch in batches:
+        batch = batch.to(parallel.device)
+        with torch.no_grad(), parallel.compute():
+            nll_BT = forward(parallel.call, batch, partial(token_nll, labels_BT=batch.labels_BT)).double()
+        real_BT = batch.labels_BT != IGNORE
+        sums[0] += nll_BT.sum()
+        sums[1] += real_BT.sum()
+        if lengths is not None:
+            bytes_BT = lengths[batch.labels_BT.clamp(min=0)] * real_BT
+            sums[2] += (nll_BT * (bytes_BT > 0)).sum()
+            sums[3] += bytes_BT.sum()
+    return job.all_sum(sums.tolist())

@@ -1,0 +1,170 @@
+"""The loop of a stage: loader → step → log → evaluation → checkpoint, until the last step or a polite stop."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
+from truestep.errors import UserError
+from truestep.numerics.batch import Batch
+from truestep.recipe.machine import Checkpoint
+from truestep.runlog.log import RunLog
+from truestep.runlog.metrics import RankMetrics
+from truestep.sentinel.finite import Verdict
+from truestep.train.evaluate import HeldOut
+from truestep.train.state import TrainState
+from truestep.train.step import StepResult, train_step
+from truestep.train.stop import StopSignal
+
+
+class Feed(Protocol):
+    """Steps of data: (this rank's microbatches, targets of the global batch, tokens of the global batch)."""
+
+    def __iter__(self) -> Iterator[tuple[int, list[Batch], int]]: ...
+
+
+class Watcher(Protocol):
+    """Someone who looks on: progress on the terminal, sinks."""
+
+    def step(self, stage: str, step: int, steps: int, result: StepResult, tokens: int, seconds: float) -> None: ...
+
+    def held_out(self, stage: str, step: int, figures: HeldOut) -> None: ...
+
+
+@dataclass
+class Loop:
+    """One stage's loop. `log` is there on rank 0 only; everybody writes its own shard metrics."""
+
+    stage: str
+    state: TrainState
+    feed: Feed
+    loader_state: Callable[[int], dict]
+    tokens_of: Callable[[int], int]
+    checkpointer: Checkpointer
+    cadence: Checkpoint
+    metrics: RankMetrics
+    log: RunLog | None = None
+    watcher: Watcher | None = None
+    evaluate: Callable[[], HeldOut] | None = None
+    evaluate_every: int = 0
+    failures: int = 0
+    figures: HeldOut | None = None
+    _saved_at: float = field(default_factory=time.monotonic)
+    _saved_step: int = -1
+
+    def run(self) -> str:
+        """Train to the last step. Returns "done", or "stopped" after a polite stop; either way the state is saved."""
+        state = self.state
+        with StopSignal() as stop:
+            began = time.perf_counter()
+            for step, batches, num_targets in self.feed:
+                fetched = time.perf_counter()
+                due = state.job.first and self._due()
+                result = train_step(state, batches, num_targets, [float(stop.asked), float(due)])
+                self._count(step, num_targets)
+                ended = time.perf_counter()
+                self._record(step, result, ended - began, fetched - began)
+                stopping, saving = (answer > 0 for answer in result.agreed)
+                if self.evaluate_every and state.step % self.evaluate_every == 0 and state.step < state.steps:
+                    self.held_out()
+                if saving or self._due_by_step():
+                    self.save(wait=False)
+                self._settle()
+                if stopping and state.step < state.steps:
+                    self.save(wait=True)
+                    return "stopped"
+                began = time.perf_counter()
+        if self.evaluate is not None:
+            self.held_out()
+        self.save(wait=True)
+        return "done"
+
+    def held_out(self) -> None:
+        assert self.evaluate is not None
+        began = time.perf_counter()
+        self.figures = self.evaluate()
+        if self.log:
+            self.log.append(
+                "eval",
+                stage=self.stage,
+                step=self.state.step,
+                loss=self.figures.loss,
+                bits_per_byte=self.figures.bits_per_byte,
+                bytes=self.figures.num_bytes,
+                targets=self.figures.targets,
+                method=self.figures.method,
+                eval_s=time.perf_counter() - began,
+            )
+        if self.watcher:
+            self.watcher.held_out(self.stage, self.state.step, self.figures)
+
+    def save(self, *, wait: bool) -> None:
+        """Start a save (and wait for it). A step that is saved already is not saved again."""
+        if self._saved_step != self.state.step:
+            self._saved_step = self.state.step
+            self._saved_at = time.monotonic()
+            self.metrics.flush()
+            self.checkpointer.save(
+                self.state.step, self.state.tensors(), self.state.extra(), asynchronous=self.cadence.asynchronous
+            )
+        if wait:
+            self.checkpointer.wait()
+            self._settle(last=True)
+
+    def _due(self) -> bool:
+        return bool(self.cadence.every_time) and time.monotonic() - self._saved_at >= self.cadence.every_time
+
+    def _due_by_step(self) -> bool:
+        return bool(self.cadence.every) and self.state.step % self.cadence.every == 0
+
+    def _settle(self, last: bool = False) -> None:
+        """Take in what became of saves: log each, alarm on failures, stop at the stated limit."""
+        for saved in self.checkpointer.finished():
+            self.failures = 0 if saved.ok else self.failures + 1
+            if self.log:
+                self.log.append("save", stage=self.stage, **saved.record())
+            if not saved.ok and (self.failures > self.cadence.max_failures or last):
+                raise UserError(_failed(saved, self.failures))
+
+    def _count(self, step: int, num_targets: int) -> None:
+        state = self.state
+        state.tokens += self.tokens_of(step)
+        state.targets += num_targets
+        state.loader = self.loader_state(state.step)
+
+    def _record(self, step: int, result: StepResult, step_s: float, data_s: float) -> None:
+        state, tokens = self.state, self.tokens_of(step)
+        for index, (loss_sum, weight, norm) in enumerate(result.shards):
+            self.metrics.append(self.stage, step, index, loss_sum, weight, norm)
+        if result.verdict is Verdict.HALT:
+            raise UserError(
+                f"stage {self.stage!r}, step {step}: loss {result.loss} and gradient norm {result.grad_norm} are not "
+                f"finite, so the step was not taken; lower the learning rate or look at the data of this step "
+                f"(checkpoints up to here are sound)"
+            )
+        if self.log:
+            self.log.append(
+                "step",
+                stage=self.stage,
+                step=step,
+                tokens=tokens,
+                targets=result.targets,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=state.optimizer.lr,
+                clip=result.clip,
+                step_s=step_s,
+                data_s=data_s,
+                skipped=result.verdict is Verdict.SKIP,
+                **result.metrics,
+            )
+        if self.watcher:
+            self.watcher.step(self.stage, state.step, state.steps, result, tokens, step_s)
+
+
+def _failed(saved: SaveResult, failures: int) -> str:
+    return (
+        f"saving step {saved.step} failed ({saved.error}), {failures} in a row; free space or fix access to the store "
+        f"and run the same command again: it goes on from the newest good checkpoint"
+    )

@@ -1,0 +1,62 @@
+"""Everything that a stage's training consists of at one moment, and how it becomes a checkpoint and comes back."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from truestep.errors import CheckpointError
+from truestep.losses.base import Loss
+from truestep.optim.named import NamedOptimizer
+from truestep.optim.scaler import LossScaler
+from truestep.parallel.apply import Parallel
+from truestep.parallel.job import Job
+from truestep.recipe.stage import Optim
+
+
+@dataclass
+class TrainState:
+    """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (fp16 overflow
+    skips one), and is what the learning-rate schedule goes by."""
+
+    job: Job
+    parallel: Parallel
+    optimizer: NamedOptimizer
+    section: Optim
+    loss: Loss
+    scaler: LossScaler
+    steps: int
+    seed: int
+    step: int = 0
+    updates: int = 0
+    tokens: int = 0
+    targets: int = 0
+    loader: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters, buffers that persist, and optimizer state, by name: what a checkpoint holds as bytes."""
+        model = {f"model.{name}": value for name, value in self.parallel.bare.state_dict(keep_vars=True).items()}
+        optimizer = {f"optim.{name}": value for name, value in self.optimizer.named_state().items()}
+        return {name: value.detach() for name, value in (model | optimizer).items()}
+
+    def extra(self) -> dict[str, Any]:
+        """The rest of the state, as JSON. Random streams are derived from (seed, step, rank), so the seed is their state."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "tokens": self.tokens,
+            "targets": self.targets,
+            "seed": self.seed,
+            "loader": self.loader,
+            "scaler": self.scaler.state(),
+        }
+
+    def restore(self, extra: dict[str, Any]) -> None:
+        """Take over what `extra` said when the tensors were saved (they have been loaded in place)."""
+        missing = sorted(set(self.extra()) - set(extra))
+        if missing:
+            raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another program or version")
+        self.step, self.updates = extra["step"], extra["updates"]
+        self.tokens, self.targets = extra["tokens"], extra["targets"]
+        self.loader = extra["loader"]
+        self.scaler.load_state(extra["scaler"])

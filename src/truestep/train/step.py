@@ -1,0 +1,107 @@
+"""One training step: data, forward, loss, backward, verdict, clip, update.
+
+The loss of every microbatch is a sum divided by the weight of the whole global batch, so gradients add up over
+microbatches and ranks without any further factor, and no mean of means exists anywhere.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from truestep.losses.base import Loss
+from truestep.numerics.batch import Batch
+from truestep.numerics.head import HeadInput
+from truestep.optim.clip import clip_, grad_norm, gradients
+from truestep.optim.schedule import factor
+from truestep.sentinel.finite import Verdict, judge
+from truestep.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did, with numbers of the global batch: `loss` in nats per target, `grad_norm` before clipping.
+
+    `shards` holds this rank's microbatches as (loss sum, weight, norm of its contribution). `agreed` are the sums over
+    ranks of the numbers that the loop passed in.
+    """
+
+    loss: float
+    grad_norm: float
+    clip: float
+    targets: int
+    verdict: Verdict
+    shards: list[tuple[float, float, float]]
+    metrics: dict[str, float] = field(default_factory=dict)
+    agreed: list[float] = field(default_factory=list)
+
+
+def head_loss(loss: Loss, batch: Batch, out: HeadInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the model's head computes in training. A plain tuple, since FSDP2 finds its tensors in outputs that way."""
+    result = loss(out, batch)
+    return result.sum, result.metrics
+
+
+def train_step(state: TrainState, batches: list[Batch], num_targets: int, questions: list[float]) -> StepResult:
+    """Train on this rank's microbatches of one global batch that has `num_targets` targets in all.
+
+    `questions` are numbers of the loop (stop asked? save due?) that ride along in the step's one agreement.
+    """
+    parallel, job = state.parallel, state.job
+    torch.manual_seed(stream(state.seed, state.step, job.rank))
+    scale = state.scaler.scale
+    sums: list[torch.Tensor] = []
+    metrics: dict[str, torch.Tensor] = {}
+    for index, batch in enumerate(batches):
+        batch = batch.to(parallel.device)
+        with parallel.microbatch(last=index == len(batches) - 1):
+            with parallel.compute():
+                loss_sum, extra = forward(parallel.call, batch, partial(head_loss, state.loss, batch))
+            if num_targets:
+                (loss_sum * (scale / num_targets)).backward()
+        parallel.probe.next_microbatch()
+        sums.append(loss_sum.detach())
+        metrics = {name: value.detach() + metrics.get(name, 0) for name, value in extra.items()}
+
+    grads = gradients(parallel.bare.parameters())
+    state.scaler.unscale_(grads)
+    norm = grad_norm(grads)
+    shards = list(zip(torch.stack(sums).double().tolist(), map(float, map(state.loss.weight, batches)), _norms(parallel, scale, len(batches))))
+    total, *rest = job.all_sum([sum(s for s, _, _ in shards), *(float(v) for v in metrics.values()), *questions])
+    loss = total / num_targets if num_targets else 0.0
+    verdict = judge(loss, norm.item(), scaled=state.scaler.enabled) if num_targets else Verdict.SKIP
+
+    clip = 1.0
+    if verdict is Verdict.GO:
+        clip = clip_(grads, norm, state.section.clip_norm).item()
+        state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
+        state.optimizer.step()
+        state.updates += 1
+    if num_targets:
+        state.scaler.update(finite=verdict is Verdict.GO)
+    state.optimizer.zero_grad()
+    state.step += 1
+    named = {name: value / max(num_targets, 1) for name, value in zip(metrics, rest)}
+    return StepResult(loss, norm.item(), clip, num_targets, verdict, shards, named, rest[len(metrics) :])
+
+
+def forward(model: torch.nn.Module, batch: Batch, head: Any) -> Any:
+    """Run the model on a batch; `head` turns its HeadInput into the result."""
+    return model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head=head)
+
+
+def stream(seed: int, step: int, rank: int) -> int:
+    """Seed of torch's generator for one step on one rank (dropout and the like of a user's own module).
+
+    Derived, not carried: nothing to save, each rank has its own stream, and a resume at another world size is defined.
+    """
+    mixed = seed
+    for part in (step, rank):
+        mixed = (mixed * 6364136223846793005 + part * 2 + 1442695040888963407) & (2**63 - 1)
+    return mixed
+
+
+def _norms(parallel: Any, scale: float, count: int) -> list[float]:
+    norms = [norm / scale for norm in parallel.probe.take()]
+    return norms + [0.0] * (count - len(norms))

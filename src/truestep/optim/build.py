@@ -1,0 +1,122 @@
+"""From the recipe's section to an optimizer with complete, named state."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from truestep.errors import UserError
+from truestep.imports import is_import_path, load_object
+from truestep.numerics.precision import require_master
+from truestep.numerics.roles import Role
+from truestep.optim.groups import Group, Named, param_groups
+from truestep.optim.muon import Muon
+from truestep.optim.named import NamedOptimizer
+from truestep.recipe.stage import Optim
+
+OPTIMIZERS = ("adamw", "muon")
+"""Kinds by name. Which parameters a kind updates by which method is decided in groups.py."""
+
+
+def build_optimizer(
+    named_params: Iterable[Named],
+    roles: Mapping[str, Role],
+    section: Optim,
+    replicas: dist.ProcessGroup | None = None,
+) -> NamedOptimizer:
+    """`replicas`: the ranks that hold copies of parameters that are plain tensors (DDP), for sharing Muon's work; DTensors
+    bring their mesh. An optimizer of the user's own is called as factory(named_params, roles, lr=..., **options) and
+    returns a torch Optimizer over exactly those parameters."""
+    named_params = list(named_params)
+    require_master(named_params)
+    if is_import_path(section.kind):
+        return _own(named_params, roles, section)
+    if section.kind not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise UserError(f'optim.kind {section.kind!r} is unknown; write one of {known}, or "package.module:factory".')
+    if section.options:
+        names = ", ".join(section.options)
+        raise UserError(f"optim.options ({names}) would not be used by {section.kind!r}; remove them.")
+    groups = param_groups(named_params, roles, section)
+    makers: dict[str, Callable[[list[Group]], torch.optim.Optimizer]] = {
+        "muon": lambda some: _muon(some, section, replicas),
+        "adamw": lambda some: _adamw(some, section),
+    }
+    parts = []
+    for method, make in makers.items():
+        if some := [group for group in groups if group.method == method]:
+            parts.append(make(some))
+    return NamedOptimizer(groups, parts)
+
+
+def _torch_groups(groups: Sequence[Group]) -> list[dict]:
+    return [
+        {"params": [param for _, param in group.params], "lr": group.lr, "weight_decay": group.weight_decay}
+        for group in groups
+    ]
+
+
+def _muon(groups: Sequence[Group], section: Optim, replicas: dist.ProcessGroup | None) -> Muon:
+    return Muon(
+        _torch_groups(groups),
+        momentum=section.muon_momentum,
+        num_iterations=section.muon_steps,
+        dtype=section.muon_dtype,
+        replicas=replicas,
+    )
+
+
+def _adamw(groups: Sequence[Group], section: Optim) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(_torch_groups(groups), betas=section.betas, eps=section.eps, fused=True)
+    for group in groups:
+        for _, param in group.params:
+            # What torch makes lazily in the first step, made now: a checkpoint before it is complete.
+            optimizer.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+                "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+            }
+    return optimizer
+
+
+def _own(named_params: list[Named], roles: Mapping[str, Role], section: Optim) -> NamedOptimizer:
+    trainable = [(name, param) for name, param in named_params if param.requires_grad]
+    factory = load_object(section.kind, "optimizer")
+    try:
+        optimizer = factory(trainable, roles, lr=section.lr, **section.options)
+    except TypeError as error:
+        raise UserError(
+            f"optimizer {section.kind!r} does not take optim.options {section.options}: {error}."
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer {section.kind!r} made a {type(optimizer).__name__}; make a torch.optim.Optimizer.")
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, param in trainable:
+        if id(param) not in held:
+            raise UserError(
+                f"optimizer {section.kind!r} leaves out {name!r}; give it every parameter, or freeze that one."
+            )
+    _materialise(optimizer)
+    return NamedOptimizer([Group("own", section.kind, section.lr, 0.0, trainable)], [optimizer])
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Make an optimizer create the state that it would create in its first step: one step at rate 0 without decay and
+    with zero gradients, after which the counters (scalars and plain numbers) return to zero."""
+    if optimizer.state:
+        return
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group |= {key: 0.0 for key in ("lr", "weight_decay") if key in group}
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, values in zip(optimizer.param_groups, kept, strict=True):
+        group |= values
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim == 0:
+                value.zero_()
+            elif isinstance(value, int | float):
+                state[key] = type(value)(0)

@@ -1,0 +1,80 @@
+"""The optimizer as the training loop and the checkpoint see it: parts that step together, state by parameter name."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from truestep.errors import CheckpointError
+from truestep.optim.groups import Group
+
+
+class NamedOptimizer:
+    """One or more torch optimizers over disjoint groups. Their state is complete from before the first step, so that
+    every checkpoint has it; its keys are "<parameter name>.<state key>", so that neither the order of parameters nor that
+    of groups matters."""
+
+    def __init__(self, groups: Sequence[Group], parts: Sequence[torch.optim.Optimizer]):
+        self.groups = list(groups)
+        self.parts = list(parts)
+        self.named_params = {name: param for group in groups for name, param in group.params}
+        self._peak_lr = [group["lr"] for group in self.param_groups]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Every group's rate becomes its peak rate times `factor`."""
+        for group, peak in zip(self.param_groups, self._peak_lr, strict=True):
+            group["lr"] = peak * factor
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def named_state(self) -> dict[str, torch.Tensor]:
+        """The live state tensors (plain numbers of foreign optimizers as new scalar tensors). To restore: fill them in
+        place, then give them to `load_named_state`."""
+        return {name: torch.as_tensor(state[key]) for name, state, key in self._entries()}
+
+    @torch.no_grad()
+    def load_named_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Raises CheckpointError, and changes nothing, if a name is missing or unknown or a shape differs."""
+        _check_same(self.named_state(), saved)
+        for name, state, key in self._entries():
+            if not isinstance(state[key], torch.Tensor):
+                state[key] = type(state[key])(saved[name].item())
+            elif state[key] is not saved[name]:
+                state[key].copy_(saved[name])
+
+    def _entries(self) -> list[tuple[str, dict[str, Any], str]]:
+        states = {id(param): state for part in self.parts for param, state in part.state.items()}
+        entries = []
+        for name, param in self.named_params.items():
+            state = states.get(id(param), {})
+            entries += [(f"{name}.{key}", state, key) for key, value in state.items() if value is not None]
+        return entries
+
+
+def _check_same(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    if missing := sorted(here.keys() - saved.keys()):
+        raise CheckpointError(
+            f"the saved optimizer state lacks {missing[0]!r} ({len(missing)} of {len(here)} missing); "
+            f"load a checkpoint of the same model and optimizer, or weights only."
+        )
+    if unexpected := sorted(saved.keys() - here.keys()):
+        raise CheckpointError(
+            f"the saved optimizer state has {unexpected[0]!r} ({len(unexpected)} in all), which this optimizer does not "
+            f"know; load a checkpoint of the same model and optimizer, or weights only."
+        )
+    for name, tensor in here.items():
+        if tensor.shape != saved[name].shape:
+            raise CheckpointError(
+                f"the saved optimizer state {name!r} has shape {tuple(saved[name].shape)}, this optimizer's has "
+                f"{tuple(tensor.shape)}; load a checkpoint of the same model and optimizer, or weights only."
+            )

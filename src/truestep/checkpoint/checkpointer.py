@@ -1,0 +1,204 @@
+"""Saves training state: copies it at once, writes it in the background, commits it when every rank's part is there."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+
+from truestep.checkpoint.catalogue import Committed
+from truestep.checkpoint.codec import plan_from_json, plan_to_json
+from truestep.checkpoint.control import Group, Round, clone
+from truestep.checkpoint.manifest import plain
+from truestep.checkpoint.staging import Stage, as_they_are, find_aliases
+from truestep.checkpoint.writer import BlockWriter, StagedPlanner, result_from_json, result_to_json
+from truestep.errors import CheckpointError
+from truestep.storage.interface import Store
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How a save ended: `stall_s` in the caller, `total_s` until the commit, bytes of all ranks, or why it failed."""
+
+    step: int
+    ok: bool
+    stall_s: float
+    total_s: float
+    num_bytes: int = 0
+    commit: str = ""
+    manifest_sha256: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save under way."""
+
+    step: int
+    stall_s: float
+    future: Future[SaveResult]
+
+    def result(self) -> SaveResult:
+        """Wait for the end. A failed save is a result, not an exception: the run may go on."""
+        return self.future.result()
+
+
+@dataclass(frozen=True)
+class _Job:
+    step: int
+    round: Round
+    planner: StagedPlanner
+    plan: SavePlan
+    writer: BlockWriter
+
+
+class Checkpointer:
+    """Writes the checkpoints of one attempt. All ranks construct it and call `save` together.
+
+    store: where to. attempt: number from `begin_epoch`, the same on all ranks. kv: the job's c10d store (None for one
+    process). block_bytes: most bytes one checksum covers. deadline_s: a save that takes longer is abandoned by all.
+    facts: plain JSON for every manifest (what digest, mesh, versions).
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        attempt: int,
+        rank: int,
+        world: int,
+        kv: dist.Store | None,
+        block_bytes: int,
+        deadline_s: float,
+        facts: Mapping[str, Any] | None = None,
+    ):
+        if block_bytes < 16 or block_bytes % 16:
+            raise CheckpointError(f"a block of {block_bytes} bytes is not a multiple of 16; correct checkpoint.block")
+        self.store, self.attempt, self.rank, self.block_bytes = store, attempt, rank, block_bytes
+        own = None if kv is None else clone(kv, deadline_s)
+        self.group = Group.of(own, rank, world, deadline_s, f"save-{attempt}")
+        self.facts = {"torch": torch.__version__, "world": world, **plain(dict(facts or {}), "facts")}
+        self.stage = Stage()
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.pending: Future[SaveResult] | None = None
+        self.results: SimpleQueue[SaveResult] = SimpleQueue()
+
+    def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], asynchronous: bool) -> Save:
+        """Save this rank's part of `tensors` (plain tensors or DTensors) and, from rank 0, `extra` (plain JSON).
+
+        When this returns, the caller may change everything (asynchronous) or the save has ended. It first waits for
+        the save before, whose buffers it uses again.
+        """
+        began = time.monotonic()
+        self.wait()
+        step_round = self.group.round("save")
+        try:
+            job = self._prepare(step, tensors, extra, asynchronous, step_round)
+        except Exception as error:
+            self.pending = Future()
+            stall_s = time.monotonic() - began
+            self.pending.set_result(replace(self._failed(step, step_round, error), stall_s=stall_s, total_s=stall_s))
+        else:
+            self.store.event("staged")
+            stall_s = time.monotonic() - began
+            self.pending = self.pool.submit(self._run, job, began, stall_s if asynchronous else None)
+        future = self.pending
+        if not asynchronous:
+            future.result()
+        future.add_done_callback(lambda done: self.results.put(done.result()))
+        return Save(step, time.monotonic() - began, future)
+
+    def finished(self) -> list[SaveResult]:
+        """Results of saves that ended since the last call."""
+        found = []
+        while True:
+            try:
+                found.append(self.results.get_nowait())
+            except Empty:
+                return found
+
+    def wait(self) -> None:
+        """Wait until no save is under way."""
+        if self.pending is not None:
+            self.pending.result()
+
+    def close(self) -> None:
+        """Wait, and stop the background thread."""
+        self.wait()
+        self.pool.shutdown()
+
+    def _prepare(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        extra: dict[str, Any],
+        asynchronous: bool,
+        step_round: Round,
+    ) -> _Job:
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(f"{name} is a {type(tensor).__name__}, not a tensor; put plain values into extra")
+        writer = BlockWriter(self.store, Committed(step, self.attempt), self.group.rounds, self.rank, self.block_bytes)
+        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(tensors)
+        kept = {name: tensor for name, tensor in tensors.items() if name not in writer.aliases}
+        planner = StagedPlanner(self.stage.copy(kept) if asynchronous else as_they_are(kept))
+        planner.set_up_planner(dict(kept), is_coordinator=self.rank == 0)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        return _Job(step, step_round, planner, plan, writer)
+
+    def _run(self, job: _Job, began: float, stall_s: float | None) -> SaveResult:
+        """The background part; every failure becomes a result and a message to the other ranks."""
+        try:
+            verdict = self._write(job)
+            result = SaveResult(job.step, True, 0.0, 0.0, commit=job.writer.committed.key, **verdict)
+        except Exception as error:
+            result = self._failed(job.step, job.round, error)
+        total_s = time.monotonic() - began
+        return replace(result, total_s=total_s, stall_s=total_s if stall_s is None else stall_s)
+
+    def _write(self, job: _Job) -> dict[str, Any]:
+        talk, writer, planner, event = job.round, job.writer, job.planner, self.store.event
+        talk.post(f"plan/{self.rank}", {"items": plan_to_json(job.plan), "aliases": writer.aliases})
+        event("plan sent")
+        if self.rank == 0:
+            metadata = self._assign(job)
+        plan = planner.finish_plan(plan_from_json(talk.take_once(f"assign/{self.rank}")))
+        event("part assigned")
+        talk.post(f"report/{self.rank}", result_to_json(writer.write_data(plan, planner).wait()))
+        event("report sent")
+        if self.rank == 0:
+            writer.finish(metadata, [result_from_json(rows) for rows in talk.gather("report")])
+            talk.post("verdict", {"manifest_sha256": writer.manifest_sha256, "num_bytes": writer.manifest.num_bytes})
+            event("verdict sent")
+        return talk.take("verdict")
+
+    def _assign(self, job: _Job):
+        """Rank 0: merge all plans (each replica's part once), check that they cover every tensor, give them out."""
+        proposals = job.round.gather("plan")
+        plans = [plan_from_json(proposal["items"]) for proposal in proposals]
+        for rank, proposal in enumerate(proposals):
+            job.writer.aliases.update(proposal["aliases"])
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                if item.index.fqn in job.writer.aliases:
+                    raise CheckpointError(
+                        f"{item.index.fqn}: rank {rank} holds it apart, another rank ties it to a tensor"
+                    )
+        plans, metadata = job.planner.create_global_plan(job.writer.prepare_global_plan(plans))
+        for rank, plan in enumerate(plans):
+            job.round.post(f"assign/{rank}", plan_to_json(plan))
+        self.store.event("parts assigned")
+        return metadata
+
+    def _failed(self, step: int, step_round: Round, error: Exception) -> SaveResult:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        try:
+            step_round.fail(text)
+        except RuntimeError as lost:
+            text = f"{text}; the other ranks could not be told ({lost})"
+        return SaveResult(step, False, 0.0, 0.0, error=text)

@@ -1,0 +1,107 @@
+"""How ranks agree: JSON in the job's key-value store, with deadlines. No process group takes part."""
+
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from truestep.errors import CheckpointError
+
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.25
+
+
+_GROUPS = itertools.count()  # keeps the keys of one process's groups apart
+
+
+class Abandoned(CheckpointError):
+    """Another rank failed, or did not answer in time."""
+
+
+@dataclass
+class Group:
+    """The ranks that save and load together, and the c10d store through which they talk."""
+
+    kv: dist.Store
+    rank: int
+    world: int
+    deadline_s: float
+    rounds: int = field(default=0)
+
+    @staticmethod
+    def of(kv: dist.Store | None, rank: int, world: int, deadline_s: float, name: str = "load") -> "Group":
+        """A group over `kv`; a lone process needs none. Every rank makes the same groups in the same order."""
+        if kv is None:
+            if world != 1:
+                raise CheckpointError(f"{world} ranks cannot agree on a checkpoint without a key-value store; give one")
+            kv = dist.HashStore()
+        return Group(dist.PrefixStore(f"checkpoint/{name}/{next(_GROUPS)}", kv), rank, world, deadline_s)
+
+    def round(self, kind: str) -> "Round":
+        """The next round; every rank starts the same rounds in the same order."""
+        self.rounds += 1
+        return Round(self, f"{kind}/{self.rounds}", time.monotonic() + self.deadline_s)
+
+    def agree(self, kind: str, error: Exception | None) -> str | None:
+        """The first failure among all ranks, as a sentence, or None if every rank is well. All ranks call this."""
+        step = self.round(kind)
+        step.post(f"vote/{self.rank}", None if error is None else f"rank {self.rank}: {error}")
+        if self.rank == 0:
+            step.post("verdict", next((text for text in step.gather("vote") if text), None))
+        return step.take("verdict")
+
+    def share(self, kind: str, value: Any) -> Any:
+        """Rank 0's JSON value, on all ranks."""
+        step = self.round(kind)
+        if self.rank == 0:
+            step.post("value", value)
+        return step.take("value")
+
+
+class Round:
+    """Messages of one save or one vote. A failure posted by any rank ends every wait of the others."""
+
+    def __init__(self, group: Group, name: str, deadline: float):
+        self.group, self.name, self.deadline = group, name, deadline
+
+    def post(self, key: str, value: Any) -> None:
+        self.group.kv.set(f"{self.name}/{key}", json.dumps(value))
+
+    def fail(self, reason: str) -> None:
+        """Tell the others to abandon this round."""
+        self.post("failed", f"rank {self.group.rank}: {reason}")
+
+    def take(self, key: str) -> Any:
+        """Wait for a message; Abandoned if a rank failed or the deadline passed.
+
+        Polls with growing pauses: c10d stores cannot wait for either of two keys, nor time out in silence.
+        """
+        kv, wait_s = self.group.kv, SHORTEST_WAIT_S
+        while not kv.check([f"{self.name}/{key}"]):
+            if kv.check([f"{self.name}/failed"]):
+                raise Abandoned(json.loads(kv.get(f"{self.name}/failed")))
+            if time.monotonic() > self.deadline:
+                raise Abandoned(f"no answer ({self.name}/{key}) within {self.group.deadline_s:g} s")
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return json.loads(kv.get(f"{self.name}/{key}"))
+
+    def take_once(self, key: str) -> Any:
+        """Like take, for a message with one reader: it is removed."""
+        value = self.take(key)
+        self.group.kv.delete_key(f"{self.name}/{key}")
+        return value
+
+    def gather(self, key: str) -> list[Any]:
+        """One message of every rank, in rank order."""
+        return [self.take_once(f"{key}/{rank}") for rank in range(self.group.world)]
+
+
+def clone(kv: dist.Store, timeout_s: float) -> dist.Store:
+    """The same keys over a connection of its own, so that a background thread never blocks the caller's."""
+    copy = kv.clone()
+    copy.set_timeout(timedelta(seconds=timeout_s))
+    return copy

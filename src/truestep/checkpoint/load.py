@@ -1,0 +1,177 @@
+"""Loads a committed checkpoint in place, on any mesh: strict, every byte verified before any target changes."""
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from truestep.checkpoint.catalogue import Committed, read_catalogue, read_manifest
+from truestep.checkpoint.codec import dtype_name, metadata_of
+from truestep.checkpoint.control import Group
+from truestep.checkpoint.manifest import OPTIM, Manifest
+from truestep.checkpoint.reader import BlockReader
+from truestep.checkpoint.staging import find_aliases, local_part
+from truestep.errors import CheckpointError, StorageError
+from truestep.storage.interface import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded: the step, the caller's extra state, the commit's key and the run's facts. `fell_back` says in
+    sentences which newer checkpoints were passed over and why; `unexpected` names stored tensors that nobody wanted,
+    `skipped` wanted ones that were left as they are (weights only)."""
+
+    step: int
+    extra: dict[str, Any]
+    commit: str
+    facts: dict[str, Any]
+    bytes_read: int
+    fell_back: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def load(
+    store: Store,
+    committed: Committed,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    strict: bool = True,
+    weights_only: bool = False,
+    group: Group | None = None,
+) -> Loaded:
+    """Fill `tensors` (plain or DTensors, any mesh) from a checkpoint; all ranks of `group` call this together.
+
+    Raises CheckpointError or StorageError, on every rank if on one, and then no tensor has changed: missing names,
+    other shapes or dtypes, and damage, always; names that nobody wants, if strict. Names under "optim." are optimizer
+    state: they are required too, unless weights_only, which loads none of them.
+    """
+    group = group or Group.of(None, 0, 1, 60.0)
+    reader = planner = None
+    buffers, problem = [], None
+    skipped = sorted(name for name in tensors if weights_only and name.startswith(OPTIM))
+    wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
+    try:
+        manifest = read_manifest(store, committed)
+        where = f"{store.url}/{committed.key}"
+        unexpected = _match(manifest, wanted, where, strict, weights_only)
+        reader, planner = BlockReader(store, manifest), _planner(manifest, wanted)
+        buffers = reader.fetch(planner.create_local_plan())
+    except (CheckpointError, StorageError) as error:
+        problem = error
+    if verdict := group.agree("load", problem):
+        raise problem or CheckpointError(f"step {committed.step} was not loaded, because of {verdict}")
+    assert reader and planner
+    reader.apply(buffers, planner)
+    return Loaded(
+        committed.step, manifest.extra, committed.key, manifest.facts, reader.bytes_read, [], unexpected, skipped
+    )
+
+
+def _planner(manifest: Manifest, wanted: dict[str, torch.Tensor]) -> DefaultLoadPlanner:
+    """A planner for the tensors that own their storage; those tied to another are filled along with it."""
+    tied = find_aliases(wanted)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    owners = {name: tensor for name, tensor in wanted.items() if name not in tied}
+    planner.set_up_planner(owners, metadata_of(manifest), is_coordinator=False)
+    return planner
+
+
+def _match(
+    manifest: Manifest, wanted: dict[str, torch.Tensor], where: str, strict: bool, weights_only: bool
+) -> list[str]:
+    """Compare names, shapes, dtypes and ties; the stored names that nobody wants are returned, or raised if strict."""
+    stored = {
+        name: manifest.tensors[manifest.aliases.get(name, name)] for name in [*manifest.tensors, *manifest.aliases]
+    }
+    missing = sorted(wanted.keys() - stored.keys())
+    if missing:
+        kind = "optimizer state" if all(name.startswith(OPTIM) for name in missing) else "tensors"
+        remedy = "; load weights only if that is meant" if kind == "optimizer state" else ""
+        raise CheckpointError(f"{where}: {kind} missing in the checkpoint: {_some(missing)}{remedy}")
+    for name, tensor in wanted.items():
+        have, want = (tuple(stored[name].shape), stored[name].dtype), (tuple(tensor.shape), dtype_name(tensor.dtype))
+        if have != want:
+            raise CheckpointError(
+                f"{where}: {name} is saved as {have[1]} {list(have[0])}, but {want[1]} {list(want[0])} is wanted"
+            )
+        if local_part(tensor).device.type == "meta":
+            raise CheckpointError(f"{where}: {name} is on the meta device; give it memory before loading into it")
+    _match_ties(manifest, wanted, where, strict)
+    unexpected = sorted(stored.keys() - wanted.keys())
+    refused = [name for name in unexpected if not (weights_only and name.startswith(OPTIM))]
+    if strict and refused:
+        raise CheckpointError(f"{where}: the checkpoint holds what is not wanted here: {_some(refused)}")
+    return unexpected
+
+
+def _match_ties(manifest: Manifest, wanted: dict[str, torch.Tensor], where: str, strict: bool) -> None:
+    """Two names over one storage must be one tensor in the checkpoint, and under strict the other way round too."""
+    tied = find_aliases(wanted)
+    for name, owner in tied.items():
+        if manifest.aliases.get(name, name) != manifest.aliases.get(owner, owner):
+            raise CheckpointError(f"{where}: {name} and {owner} are one tensor here, but two in the checkpoint")
+    for name, owner in manifest.aliases.items():
+        apart = name in wanted and owner in wanted and tied.get(name, name) != tied.get(owner, owner)
+        if strict and apart and local_part(wanted[name]).numel():
+            raise CheckpointError(
+                f"{where}: {name} and {owner} are one tensor in the checkpoint, but two here; tie them"
+            )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def load_newest(
+    store: Store,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    quarantine: Collection[str] = (),
+    strict: bool = True,
+    weights_only: bool = False,
+    group: Group | None = None,
+) -> Loaded | None:
+    """Load the newest honoured checkpoint that is whole; None if there is none at all. All ranks call this together.
+
+    A damaged or unreadable one is passed over with a loud note (a warning, and `fell_back`). CheckpointError if there
+    are some but none can be loaded: never a silent start from nothing.
+    """
+    group = group or Group.of(None, 0, 1, 60.0)
+    found = group.share("catalogue", _candidates(store, quarantine) if group.rank == 0 else None)
+    if "error" in found:
+        raise CheckpointError(found["error"])
+    notes: list[str] = found["notes"]
+    for step, epoch in found["commits"]:
+        committed = Committed(step, epoch)
+        try:
+            loaded = load(store, committed, tensors, strict=strict, weights_only=weights_only, group=group)
+        except (CheckpointError, StorageError) as error:
+            notes.append(f"passed over the checkpoint of step {step} ({committed.key}): {error}")
+            log.warning(notes[-1])
+            continue
+        lost = [f"the checkpoint of step {s}, epoch {e}, is listed but gone" for s, e in found["lost"] if s > step]
+        for note in lost:
+            log.warning(note)
+        return Loaded(**{**vars(loaded), "fell_back": lost + notes})
+    if found["commits"] or found["lost"]:
+        told = "; ".join([*notes, *(f"step {s}, epoch {e}, is listed but gone" for s, e in found["lost"])])
+        raise CheckpointError(f"{store.url}: no checkpoint can be loaded: {told}")
+    return None
+
+
+def _candidates(store: Store, quarantine: Collection[str]) -> dict[str, Any]:
+    """What rank 0 tells the others: the commits to try, newest first; or why there is no telling."""
+    try:
+        catalogue = read_catalogue(store)
+    except (CheckpointError, StorageError) as error:
+        return {"error": str(error)}
+    commits = [[c.step, c.epoch] for c in reversed(catalogue.commits) if c.key not in quarantine]
+    lost = [[c.step, c.epoch] for c in catalogue.lost if c.key not in quarantine]
+    passed = [f"passed over {c.key}: it is quarantined" for c in catalogue.commits if c.key in quarantine]
+    return {"commits": commits, "lost": lost, "notes": passed}

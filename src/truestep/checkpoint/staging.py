@@ -1,0 +1,68 @@
+"""Copies of what a rank holds, so that training can go on while they are written."""
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, detached."""
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain
+
+
+def _view(local: torch.Tensor) -> tuple:
+    """Equal for two tensors that are the same view of the same storage."""
+    return (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride(), local.dtype)
+
+
+def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names whose tensor is the same view of the same storage as an earlier name's, by that name.
+
+    Partly overlapping views are no aliases; they are stored as tensors of their own. A part without elements is no
+    evidence, so with sharded tensors the ranks that hold elements decide.
+    """
+    first: dict[tuple, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        local = local_part(tensor)
+        if local.numel():
+            owner = first.setdefault((*_view(local), tensor.shape), name)
+            if owner != name:
+                aliases[name] = owner
+    return aliases
+
+
+class Stage:
+    """Host buffers that are kept from save to save (allocating and touching new ones takes longer than the copy)."""
+
+    def __init__(self):
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Contiguous CPU copies of the local parts; done when it returns, whatever the caller changes afterwards.
+
+        The next call overwrites them. CUDA tensors are copied to pinned memory, all in flight together.
+        """
+        devices = set()
+        for name in self.buffers.keys() - tensors.keys():
+            del self.buffers[name]
+        for name, tensor in tensors.items():
+            local = local_part(tensor)
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+                pinned = local.device.type == "cuda"
+                buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
+                self.buffers[name] = buffer
+            buffer.copy_(local, non_blocking=True)
+            devices.add(local.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        return self.buffers
+
+
+def as_they_are(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous CPU views or copies, for a caller that waits until they are written."""
+    return {name: local_part(tensor).contiguous().cpu() for name, tensor in tensors.items()}

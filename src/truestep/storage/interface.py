@@ -1,0 +1,75 @@
+"""What every store can do, and how it fails. A new kind of store is one new file that offers these methods."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from truestep.errors import StorageError
+
+Data = bytes | bytearray | memoryview
+Event = Callable[[str], None]
+"""Called with the name of a step of a protocol just before the next one begins; tests crash there."""
+
+
+def silent(name: str) -> None:
+    """The default event hook: does nothing."""
+
+
+class MissingKey(StorageError):
+    """There is no such object."""
+
+
+class KeyExists(StorageError):
+    """An object of this name is there already; it was left as it is."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object: its key below the store's root, its size in bytes and, where the store has one, its ETag."""
+
+    key: str
+    size: int
+    etag: str | None = None
+
+
+class Store(Protocol):
+    """A flat map from key (`a/b/c`) to immutable bytes. All errors are StorageError in one sentence.
+
+    An object becomes visible whole and durable, or not at all.
+    """
+
+    url: str
+    event: Event
+
+    def put(self, key: str, data: Data | Iterable[Data], size: int | None = None) -> int:
+        """Store the bytes (streamed if an iterable; `size` is then a hint) and return how many there were.
+
+        Writers use a name only once; a local store refuses a second put of the same name.
+        """
+        ...
+
+    def create(self, key: str, data: Data) -> None:
+        """Store the bytes only if the name is free, decided atomically by the store; else KeyExists."""
+        ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop); StorageError if the object ends before `stop`."""
+        ...
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` (writable, one byte an item) with the bytes from `start` on."""
+        ...
+
+    def stream(self, key: str) -> Iterator[Data]:
+        """The whole object in pieces."""
+        ...
+
+    def list(self, prefix: str = "") -> list[Entry]:
+        """Every object below the folder `prefix` (at any depth), sorted by key."""
+        ...
+
+    def head(self, key: str) -> Entry: ...
+
+    def delete(self, key: str) -> None: ...

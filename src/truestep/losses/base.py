@@ -1,8 +1,8 @@
 """The seam of losses: a sum over targets and the weight that it will be divided by.
 
-The weight of the whole global batch is known from the data's masks before the forward pass, so the training loop divides
-every microbatch's sum by one global number; a loss never takes a mean itself. Masks that depend on the forward pass zero
-terms of the sum and leave the weight alone.
+The weight of the whole global batch is known from the data's masks before the forward pass, so the training loop
+divides every microbatch's sum by one global number; a loss never takes a mean itself. Masks that depend on the
+forward pass zero terms of the sum and leave the weight alone.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,8 @@ from truestep.recipe.stage import Loss as LossSection
 
 @dataclass(frozen=True)
 class LossSum:
-    """`sum`: scalar in nats, fp32 at least, attached to the graph. `metrics`: detached scalar sums over the same targets."""
+    """`sum`: scalar in nats, fp32 at least, attached to the graph. `metrics`: detached scalar sums over the same
+    targets."""
 
     sum: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -44,8 +45,8 @@ own needs no line: the recipe names it by import path, and `options` are its key
 
 
 def open_loss(section: LossSection, head_chunk_tokens: int) -> Loss:
-    """The loss that the recipe's section asks for. `head_chunk_tokens`: rows of logits held at a time by losses that fuse
-    the head. Raises UserError for an unknown name, a wrong import path, and options that would not be used."""
+    """The loss that the recipe's section asks for. `head_chunk_tokens`: rows of logits held at a time by losses that
+    fuse the head. Raises UserError for an unknown name, a wrong import path, and options that would not be used."""
     if is_import_path(section.kind):
         return _own_loss(section)
     if section.kind not in LOSSES:

@@ -1,11 +1,11 @@
 """Cross-entropy fused with the output matrix, a few rows of logits at a time.
 
-For a target row with logits x, label y and Z = Σ exp(x): loss = log Z - x_y + w·(log Z)², the last term being the z-loss
-(PaLM, arXiv 2204.02311, section 5). Its gradient is dx = softmax(x)·(1 + 2w·log Z) - onehot(y). With softcap c the
-logits are x = c·tanh(u / c) of the products u, and du = dx·(1 - (x / c)²).
+For a target row with logits x, label y and Z = Σ exp(x): loss = log Z - x_y + w·(log Z)², the last term being the
+z-loss (PaLM, arXiv 2204.02311, section 5). Its gradient is dx = softmax(x)·(1 + 2w·log Z) - onehot(y). With softcap c
+the logits are x = c·tanh(u / c) of the products u, and du = dx·(1 - (x / c)²).
 
-Both gradients are made in the forward pass, while a chunk's logits exist: three matrix products as in the plain loss, but
-never more than `chunk_tokens` rows of logits. (Making them in the backward pass would need a fourth product.)
+Both gradients are made in the forward pass, while a chunk's logits exist: three matrix products as in the plain loss,
+but never more than `chunk_tokens` rows of logits. (Making them in the backward pass would need a fourth product.)
 """
 
 from dataclasses import dataclass
@@ -59,10 +59,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_tokens: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cross_entropy` of softcap(hidden @ weight.T) without the logits: the sums (with z-loss, without and detached) over
-    labels other than IGNORE, in fp32 (float64 stays float64). Products are made in autocast's dtype where autocast is on,
-    else in that of the hidden states; everything else, and the accumulation of the weight's gradient, in fp32 at least.
-    The backward pass may run once."""
+    """`cross_entropy` of softcap(hidden @ weight.T) without the logits: the sums (with z-loss, without and detached)
+    over labels other than IGNORE, in fp32 (float64 stays float64). Products are made in autocast's dtype where
+    autocast is on, else in that of the hidden states; everything else, and the accumulation of the weight's gradient,
+    in fp32 at least. The backward pass may run once."""
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
     options = _Options(softcap, z_loss, chunk_tokens, dtype, torch.is_grad_enabled())

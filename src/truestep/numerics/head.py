@@ -9,8 +9,8 @@ from torch.nn.functional import linear
 @dataclass(frozen=True)
 class HeadInput:
     """hidden_BTD after the last normalisation; weight_VD, a plain tensor (unsharded at forward time) in the dtype of
-    the hidden states or wider; softcap c replaces a logit x by c·tanh(x / c). A loss that never needs all logits at once
-    takes the two factors; `logits` is for everybody else."""
+    the hidden states or wider; softcap c replaces a logit x by c·tanh(x / c). A loss that never needs all logits at
+    once takes the two factors; `logits` is for everybody else."""
 
     hidden_BTD: torch.Tensor
     weight_VD: torch.Tensor

@@ -9,6 +9,8 @@ import torch
 
 from truestep.errors import UserError
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -21,12 +23,13 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        return getattr(torch, self.chosen)
+        return DTYPES[self.chosen]
 
 
 def resolve_precision(asked: str, device: torch.device) -> Precision:
-    """What `machine.precision` means on `device`. "auto": bfloat16 on CUDA that has it, and on a CPU if its products are
-    at least a quarter faster than in fp32; else float32. Measures, so ranks may differ: let rank 0 decide for all."""
+    """What `machine.precision` means on `device`. "auto": bfloat16 on CUDA that has it, and on a CPU if its products
+    are at least a quarter faster than in fp32; else float32. Measures, so ranks may differ: let rank 0 decide for
+    all."""
     if asked != "auto":
         return Precision(asked, {}, "asked for in the recipe")
     if device.type == "cuda":
@@ -41,9 +44,8 @@ def resolve_precision(asked: str, device: torch.device) -> Precision:
 
 def _matmul_seconds(size: int = 256, rounds: int = 5) -> dict[str, float]:
     """Median seconds of x @ w.T on this CPU, the two dtypes in turn so that other load hits both."""
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    factors = {name: torch.ones(size, size, dtype=dtype) for name, dtype in dtypes.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in dtypes}
+    factors = {name: torch.ones(size, size, dtype=DTYPES[name]) for name in ("float32", "bfloat16")}
+    seconds: dict[str, list[float]] = {name: [] for name in factors}
     for round_ in range(rounds + 1):
         for name, x in factors.items():
             start = time.perf_counter()
@@ -54,8 +56,8 @@ def _matmul_seconds(size: int = 256, rounds: int = 5) -> dict[str, float]:
 
 
 def require_master(named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse to train weights of less than fp32: an update below half their spacing (1/512 of a bfloat16 weight) is lost
-    in rounding, however often it is repeated."""
+    """Refuse to train weights of less than fp32: an update below half their spacing (1/512 of a bfloat16 weight) is
+    lost in rounding, however often it is repeated."""
     for name, param in named_params:
         if param.requires_grad and param.dtype not in (torch.float32, torch.float64):
             dtype = str(param.dtype).removeprefix("torch.")

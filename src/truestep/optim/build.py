@@ -24,9 +24,9 @@ def build_optimizer(
     section: Optim,
     replicas: dist.ProcessGroup | None = None,
 ) -> NamedOptimizer:
-    """`replicas`: the ranks that hold copies of parameters that are plain tensors (DDP), for sharing Muon's work; DTensors
-    bring their mesh. An optimizer of the user's own is called as factory(named_params, roles, lr=..., **options) and
-    returns a torch Optimizer over exactly those parameters."""
+    """`replicas`: the ranks that hold copies of parameters that are plain tensors (DDP), for sharing Muon's work;
+    DTensors bring their mesh. An optimizer of the user's own is called as factory(named_params, roles, lr=...,
+    **options) and returns a torch Optimizer over exactly those parameters."""
     named_params = list(named_params)
     require_master(named_params)
     if is_import_path(section.kind):
@@ -97,12 +97,20 @@ def _own(named_params: list[Named], roles: Mapping[str, Role], section: Optim) -
                 f"optimizer {section.kind!r} leaves out {name!r}; give it every parameter, or freeze that one."
             )
     _materialise(optimizer)
+    names = {id(param): name for name, param in trainable}
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise UserError(
+                    f"optimizer {section.kind!r} keeps {key!r} of {names[id(param)]!r} as a {type(value).__name__}, "
+                    f"which no checkpoint holds; keep it as a tensor."
+                )
     return NamedOptimizer([Group("own", section.kind, section.lr, 0.0, trainable)], [optimizer])
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer create the state that it would create in its first step: one step at rate 0 without decay and
-    with zero gradients, after which the counters (scalars and plain numbers) return to zero."""
+    with zero gradients, after which the scalars, which count, return to zero."""
     if optimizer.state:
         return
     kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -112,11 +120,9 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
             param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, values in zip(optimizer.param_groups, kept, strict=True):
+    for group, values in zip(optimizer.param_groups, kept):
         group |= values
     for state in optimizer.state.values():
-        for key, value in state.items():
+        for value in state.values():
             if isinstance(value, torch.Tensor) and value.ndim == 0:
                 value.zero_()
-            elif isinstance(value, int | float):
-                state[key] = type(value)(0)

@@ -1,7 +1,7 @@
 """Global gradient norm and clipping, for plain tensors and DTensors of any placements.
 
-Order of a step: unscale (fp16), norm, finite check, clip. The norm is finite only if every gradient is, so checking it is
-checking them all; it is the same on all ranks that hold a shard, so they decide alike.
+Order of a step: unscale (fp16), norm, finite check, clip. The norm is finite only if every gradient is, so checking
+it is checking them all; it is the same on all ranks that hold a shard, so they decide alike.
 """
 
 from collections import defaultdict

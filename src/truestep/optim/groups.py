@@ -1,7 +1,8 @@
 """Which optimizer and which decay a parameter gets: by its role and shape, never by its name.
 
-Decayed: matrices and untied heads, other parameters of two or more dimensions, and the embedding table if the recipe says
-so. Never decayed: norms, biases, everything with fewer than two dimensions. A table tied to the head is an embedding.
+Decayed: matrices and untied heads, other parameters of two or more dimensions, and the embedding table if the recipe
+says so. Never decayed: norms, biases, everything with fewer than two dimensions. A table tied to the head is an
+embedding.
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,8 @@ For a matrix W with gradient G, momentum μ and rate η (Keller Jordan, 2024):
     B <- μB + (1 - μ)G;  D = (1 - μ)G + μB  (Nesterov);  W <- (1 - η·decay)·W - η·√max(1, rows / columns)·orthogonal(D)
 
 which is the original scaling, made for rates near 0.02. Since a matrix is always orthogonalised whole, and by one rank,
-the update has the same bits at every degree of sharding, and no work is done twice: the ranks of the whole mesh, replicas
-too, share the matrices by cost.
+the update has the same bits at every degree of sharding, and no work is done twice: the ranks of the whole mesh,
+replicas too, share the matrices by cost.
 """
 
 from math import sqrt
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.numerics.precision import DTYPES
 from truestep.optim.clip import local
 from truestep.optim.newton_schulz import cost, orthogonalise
 from truestep.optim.owners import Home, buckets, home_of
 
 
 class Muon(torch.optim.Optimizer):
-    """`dtype`: of the Newton-Schulz products and of what travels; "auto" is bfloat16 on GPUs that have it, else float32.
-    `replicas`: the ranks that hold copies of plain tensors. State: "momentum_buffer", sharded like the parameter."""
+    """`dtype`: of the Newton-Schulz products and of what travels; "auto" is bfloat16 on GPUs that have it, else
+    float32. `replicas`: the ranks that hold copies of plain tensors. State: "momentum_buffer", sharded like the
+    parameter."""
 
     def __init__(
         self,
@@ -72,4 +74,4 @@ def _resolve(dtype: str, param: torch.Tensor) -> torch.dtype:
     if dtype == "auto":
         bf16 = param.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if bf16 else param.dtype
-    return getattr(torch, dtype)
+    return DTYPES[dtype]

@@ -11,8 +11,8 @@ from truestep.optim.groups import Group
 
 class NamedOptimizer:
     """One or more torch optimizers over disjoint groups. Their state is complete from before the first step, so that
-    every checkpoint has it; its keys are "<parameter name>.<state key>", so that neither the order of parameters nor that
-    of groups matters."""
+    every checkpoint has it; its keys are "<parameter name>.<state key>", so that neither the order of parameters nor
+    that of groups matters."""
 
     def __init__(self, groups: Sequence[Group], parts: Sequence[torch.optim.Optimizer]):
         self.groups = list(groups)
@@ -23,6 +23,11 @@ class NamedOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def lr(self) -> float:
+        """Present rate of the group that comes last, which AdamW updates unless there are only Muon's."""
+        return self.param_groups[-1]["lr"]
 
     def set_lr_factor(self, factor: float) -> None:
         """Every group's rate becomes its peak rate times `factor`."""
@@ -38,27 +43,23 @@ class NamedOptimizer:
             part.zero_grad(set_to_none=True)
 
     def named_state(self) -> dict[str, torch.Tensor]:
-        """The live state tensors (plain numbers of foreign optimizers as new scalar tensors). To restore: fill them in
-        place, then give them to `load_named_state`."""
-        return {name: torch.as_tensor(state[key]) for name, state, key in self._entries()}
+        """The live state tensors: filling them in place restores the optimizer."""
+        states = {id(param): state for part in self.parts for param, state in part.state.items()}
+        return {
+            f"{name}.{key}": value
+            for name, param in self.named_params.items()
+            for key, value in states.get(id(param), {}).items()
+            if value is not None
+        }
 
     @torch.no_grad()
     def load_named_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Raises CheckpointError, and changes nothing, if a name is missing or unknown or a shape differs."""
-        _check_same(self.named_state(), saved)
-        for name, state, key in self._entries():
-            if not isinstance(state[key], torch.Tensor):
-                state[key] = type(state[key])(saved[name].item())
-            elif state[key] is not saved[name]:
-                state[key].copy_(saved[name])
-
-    def _entries(self) -> list[tuple[str, dict[str, Any], str]]:
-        states = {id(param): state for part in self.parts for param, state in part.state.items()}
-        entries = []
-        for name, param in self.named_params.items():
-            state = states.get(id(param), {})
-            entries += [(f"{name}.{key}", state, key) for key, value in state.items() if value is not None]
-        return entries
+        """Copy `saved` in. Raises CheckpointError, and changes nothing, if a name is missing or unknown, or a shape or
+        dtype differs."""
+        here = self.named_state()
+        _check_same(here, saved)
+        for name, tensor in here.items():
+            tensor.copy_(saved[name])
 
 
 def _check_same(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
@@ -69,12 +70,16 @@ def _check_same(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tens
         )
     if unexpected := sorted(saved.keys() - here.keys()):
         raise CheckpointError(
-            f"the saved optimizer state has {unexpected[0]!r} ({len(unexpected)} in all), which this optimizer does not "
+            f"the saved optimizer state has {unexpected[0]!r} ({len(unexpected)} in all) that this optimizer does not "
             f"know; load a checkpoint of the same model and optimizer, or weights only."
         )
     for name, tensor in here.items():
-        if tensor.shape != saved[name].shape:
+        if (tensor.shape, tensor.dtype) != (saved[name].shape, saved[name].dtype):
             raise CheckpointError(
-                f"the saved optimizer state {name!r} has shape {tuple(saved[name].shape)}, this optimizer's has "
-                f"{tuple(tensor.shape)}; load a checkpoint of the same model and optimizer, or weights only."
+                f"the saved optimizer state {name!r} is {_kind(saved[name])}, but this optimizer's is {_kind(tensor)}; "
+                f"load a checkpoint of the same model and optimizer, or weights only."
             )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

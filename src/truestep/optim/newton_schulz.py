@@ -4,13 +4,13 @@ optimizer for hidden layers in neural networks", 2024)."""
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""X <- aX + (bA + cA²)X with A = XXᵀ: the steepest quintic at 0 that keeps singular values near 1 (between about 0.7 and
-1.2 after five steps), which is as good for training as exactly 1."""
+"""X <- aX + (bA + cA²)X with A = XXᵀ: the steepest quintic at 0 that keeps singular values near 1 (between about 0.7
+and 1.2 after five steps), which is as good for training as exactly 1."""
 
 
 def orthogonalise(matrix_MN: torch.Tensor, num_iterations: int, dtype: torch.dtype) -> torch.Tensor:
-    """U Vᵀ of matrix = U S Vᵀ, approximately; the products are made in `dtype`, which the result has. A zero matrix gives
-    zero."""
+    """U Vᵀ of matrix = U S Vᵀ, approximately; the products are made in `dtype`, which the result has. A zero matrix
+    gives zero."""
     x = matrix_MN.to(dtype)
     tall = x.shape[0] > x.shape[1]
     x = x.T.contiguous() if tall else x.contiguous()

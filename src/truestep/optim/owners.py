@@ -1,8 +1,8 @@
 """Work on whole matrices whose shards lie on many ranks: each matrix goes to one owner and its result comes back.
 
-A matrix lives on a grid of replicas x shards. Its owner is one rank of the grid, (replica, shard) = divmod(owner, number
-of shards). Within the owner's replica the shards travel to it and back in one all-to-all each way; then that replica's
-ranks pass the result to their peers in the other replicas.
+A matrix lives on a grid of replicas x shards. Its owner is one rank of the grid, (replica, shard) = divmod(owner,
+number of shards). Within the owner's replica the shards travel to it and back in one all-to-all each way; then that
+replica's ranks pass the result to their peers in the other replicas.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,9 +8,10 @@ from truestep.optim.clip import scale_
 
 
 class LossScaler:
-    """Multiply the loss by `scale` before backward; `unscale_` the gradients before anything looks at them; tell `update`
-    whether the norm was finite. The norm is global, so all ranks skip alike and keep the same scale. A power of two
-    throughout, so scaling changes no bit of a gradient in range. `LossScaler.off()` scales by 1 and never changes."""
+    """Multiply the loss by `scale` before backward; `unscale_` the gradients before anything looks at them; tell
+    `update` whether the norm was finite. The norm is global, so all ranks skip alike and keep the same scale. A power
+    of two throughout, so scaling changes no bit of a gradient in range. `LossScaler.off()` scales by 1 and never
+    changes."""
 
     def __init__(self, scale: float = 2.0**16, growth_interval: int = 2000, enabled: bool = True):
         self.scale = scale

@@ -1,4 +1,5 @@
-"""Learning-rate factors as pure functions of the count of optimizer steps taken: no state, so nothing to resume wrongly.
+"""Learning-rate factors as pure functions of the count of optimizer steps taken: no state, so nothing to resume
+wrongly.
 
 A skipped step is not taken and does not move the schedule. With W steps of warm-up, of T in all, step k (k taken before
 it) has the factor (k + 1) / W while k < W, so that the first step already moves and the W-th has the full rate.
@@ -38,8 +39,8 @@ def _phases(schedule: Schedule, total: int) -> tuple[int, int]:
     decay = _steps(schedule.decay, total) if schedule.kind == "wsd" else 0
     if warmup + decay > total:
         raise UserError(
-            f"schedule.warmup = {schedule.warmup:g} and schedule.decay = {schedule.decay:g} make {warmup + decay} steps, "
-            f"more than the stage's {total}; shorten them, or write fractions of the stage."
+            f"schedule.warmup = {schedule.warmup:g} and schedule.decay = {schedule.decay:g} make {warmup + decay} "
+            f"steps, more than the stage's {total}; shorten them, or write fractions of the stage."
         )
     return warmup, decay
 

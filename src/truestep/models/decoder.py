@@ -28,15 +28,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.section = section
         self.embed = nn.Embedding(section.vocab_size, section.hidden_size)
-        self.blocks = nn.ModuleList(Block(section, i, windowed(section, i)) for i in range(section.num_layers))
+        self.blocks = nn.ModuleList(Block(section, layer) for layer in range(section.num_layers))
         self.norm = RMSNorm(section.hidden_size, section.norm_eps, bool(section.norm_offset))
         if not section.tie_embeddings:
             self.head = nn.Linear(section.hidden_size, section.vocab_size, bias=False)
-        self._kinds = sorted({windowed(section, i) for i in range(section.num_layers)})
-        local = section.rope_local_theta
-        self._rope = Rope(section.head_dim, section.rope_theta, section.rope_scaling)
-        # layers with a window and a rotary base of their own are not rescaled (gemma3)
-        self._local_rope = self._rope if local is None else Rope(section.head_dim, local, None)
+        rope = Rope(section.head_dim, section.rope_theta, section.rope_scaling)
+        # gemma3: layers with a window have a rotary base of their own, which is never scaled
+        local = (
+            Rope(section.head_dim, section.rope_local_theta or 10000.0, None) if section.family == "gemma3" else rope
+        )
+        windows = [section.window_of(layer) for layer in range(section.num_layers)]
+        self._ropes = {window: rope if window is None else local for window in windows}
 
     def forward(
         self,
@@ -54,7 +56,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD * torch.tensor(self.section.hidden_size**0.5, dtype=x_BTD.dtype)
         given = self._layer_inputs(tokens_BT, positions_BT, documents_BT, x_BTD.dtype, cache)
         for block in self.blocks:
-            x_BTD = block(x_BTD, given[block.windowed])  # pyright: ignore[reportArgumentType, reportCallIssue]
+            x_BTD = block(x_BTD, given[block.window])  # pyright: ignore[reportArgumentType, reportCallIssue]
         if cache is not None:
             cache.advance(tokens_BT, documents_BT)
         weight_VD = self.embed.weight if self.section.tie_embeddings else self.head.weight
@@ -72,8 +74,8 @@ class Decoder(nn.Module):
         documents_BT: torch.Tensor | None,
         dtype: torch.dtype,
         cache: KVCache | None,
-    ) -> dict[bool, LayerInput]:
-        """By kind of layer (with a window or without): rotary tables and masks, made once for all layers."""
+    ) -> dict[int | None, LayerInput]:
+        """Rotary tables and mask of the layers with each window (None: full attention), made once for all of them."""
         start, length = (0 if cache is None else cache.length), tokens_BT.shape[1]
         if positions_BT is None:
             positions_BT = torch.arange(start, start + length, device=tokens_BT.device)[None]
@@ -82,17 +84,9 @@ class Decoder(nn.Module):
         queries_BT = numbered(tokens_BT, documents_BT)
         keys_BS = queries_BT if cache is None else cache.documents_with(queries_BT)
         given, capped = {}, self.section.attention_softcap is not None
-        for kind in self._kinds:
-            window = self.section.sliding_window if kind else None
+        tables = {rope: rope.tables(positions_BT, dtype) for rope in set(self._ropes.values())}
+        for window, rope in self._ropes.items():
             plain = documents_BT is None and cache is None and (window is None or window >= length)
             dense = None if plain else mask(queries_BT, keys_BS, window, capped, dtype)
-            rope = self._local_rope if kind else self._rope
-            given[kind] = LayerInput(rope.tables(positions_BT, dtype), dense, cache)
+            given[window] = LayerInput(tables[rope], dense, cache)
         return given
-
-
-def windowed(section: ModelSection, layer: int) -> bool:
-    """Whether a layer attends through the sliding window: all but every `full_attention_every`-th."""
-    if section.sliding_window is None:
-        return False
-    return section.full_attention_every == 0 or (layer + 1) % section.full_attention_every != 0

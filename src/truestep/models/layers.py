@@ -92,7 +92,7 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each added to the residual stream; norms stand before them (pre), after (post) or both."""
 
-    def __init__(self, section: ModelSection, layer: int, windowed: bool):
+    def __init__(self, section: ModelSection, layer: int):
         super().__init__()
         before, after = section.norm_placement != "post", section.norm_placement != "pre"
 
@@ -100,7 +100,7 @@ class Block(nn.Module):
             size, eps, offset = section.hidden_size, section.norm_eps, bool(section.norm_offset)
             return RMSNorm(size, eps, offset) if wanted else nn.Identity()
 
-        self.windowed = windowed
+        self.window = section.window_of(layer)
         self.attention_norm = norm(before)
         self.attention = Attention(section, layer)
         self.attention_post_norm = norm(after)

@@ -3,18 +3,26 @@
 from typing import Any, Literal
 
 from truestep.recipe.section import Section, field
-from truestep.recipe.units import Bytes, Count
+from truestep.recipe.units import Bytes
+
+SOURCES = ("text", "jsonl", "parquet", "hf-saved", "hf-hub", "python-stdlib", "megatron", "npy")
 
 
 class TokenizerSection(Section):
     """How text becomes ids."""
 
-    kind: Literal["train-bpe", "file", "bytes"] = field("bytes", help="train a byte-level BPE on the data, load a tokenizer.json (or a directory that has one), or use raw bytes (256 ids + end-of-document)")
-    path: str | None = field(None, help="kind = file: a tokenizer.json, a model directory, or a hub id with @revision", digest="where")
+    kind: Literal["train-bpe", "file", "bytes"] = field(
+        "bytes",
+        help="train a byte-level BPE on the data, load a tokenizer.json (or a directory that has one), "
+        "or use raw bytes (256 ids + end-of-document)",
+    )
+    path: str | None = field(
+        None, help="kind = file: a tokenizer.json, a model directory, or a hub id with @revision", digest="where"
+    )
     vocab_size: int = field(4096, help="kind = train-bpe: size of the vocabulary, special tokens included", ge=257)
     data: list[str] = field([], help="kind = train-bpe: data sections to train on; by default the first stage's")
     sample: Bytes = field("32MiB", help="kind = train-bpe: how much text to train on, taken evenly from the data")
-    eod: str | None = field(None, help="kind = file: the token that ends a document; by default the tokenizer's eos token")
+    eod: str | None = field(None, help="kind = file: token that ends a document; by default the tokenizer's eos token")
 
 
 class Decontaminate(Section):
@@ -28,18 +36,35 @@ class Decontaminate(Section):
 class DataSection(Section):
     """One corpus. `source` names a kind from truestep.data.sources, or your own as "package.module:Class"."""
 
-    source: str = field(help='text, jsonl, parquet, hf-saved, hf-hub, python-stdlib, megatron, npy, or an import path "package.module:Class"')
+    source: str = field(help=f'{", ".join(SOURCES)}, or an import path "package.module:Class"')
     path: str | list[str] | None = field(None, help="files, folders, globs or object-store URLs", digest="where")
     text_field: str = field("text", help="the field or column that holds the text")
-    split: Literal["all", "train", "heldout"] = field("all", help="with holdout: which part of the documents this section is")
-    holdout: float = field(0.0, help="share of documents (by a hash of their text) that form the held-out part", ge=0, lt=1)
-    options: dict[str, Any] = field({}, help="keyword arguments of the source (repo, revision, config for hf-hub; include, exclude for text; ...)")
-    dedup: Literal["none", "exact", "near"] = field("none", help="drop exact duplicates (hash of the text), or near ones too (MinHash, Jaccard above near_threshold)")
-    near_threshold: float = field(0.8, help="dedup = near: Jaccard similarity of word 5-grams above which a later document is dropped", gt=0, le=1)
+    split: Literal["all", "train", "heldout"] = field(
+        "all", help="with holdout: which part of the documents this section is"
+    )
+    holdout: float = field(
+        0.0, help="share of documents (by a hash of their text) that form the held-out part", ge=0, lt=1
+    )
+    options: dict[str, Any] = field(
+        {}, help="keyword arguments of the source (repo, revision, config for hf-hub; include, exclude for text; ...)"
+    )
+    dedup: Literal["none", "exact", "near"] = field(
+        "none",
+        help="drop exact duplicates (hash of the text), or near ones too (MinHash, Jaccard above near_threshold)",
+    )
+    near_threshold: float = field(
+        0.8, help="dedup = near: Jaccard similarity of word 5-grams above which a later document is dropped", gt=0, le=1
+    )
     decontaminate: Decontaminate | None = field(None, help="drop documents that overlap evaluation text")
-    packing: Literal["split", "best-fit"] = field("split", help="split: one stream cut into rows, nothing dropped (pretraining); best-fit: whole documents only")
-    too_long: Literal["truncate", "split", "refuse"] = field("truncate", help="best-fit: what happens to a document longer than a row")
-    storage_options: dict[str, str] = field({}, help="options of the object store (endpoint, region, allow_http, ...); never secrets", digest="where")
+    packing: Literal["split", "best-fit"] = field(
+        "split", help="split: one stream cut into rows, nothing dropped (pretraining); best-fit: whole documents only"
+    )
+    too_long: Literal["truncate", "split", "refuse"] = field(
+        "truncate", help="best-fit: what happens to a document longer than a row"
+    )
+    storage_options: dict[str, str] = field(
+        {}, help="options of the object store (endpoint, region, allow_http, ...); never secrets", digest="where"
+    )
 
 
 class MixtureItem(Section):
@@ -47,7 +72,6 @@ class MixtureItem(Section):
 
     data: str = field(help="name of a [data.*] section")
     weight: float = field(1.0, help="share of rows, relative to the other weights", gt=0)
-    max_epochs: float | None = field(None, help="stop drawing from it after this many passes; its share goes to the others", gt=0)
-
-
-__all__ = ["Count", "DataSection", "Decontaminate", "MixtureItem", "TokenizerSection"]
+    max_epochs: float | None = field(
+        None, help="stop drawing from it after this many passes; its share goes to the others", gt=0
+    )

@@ -1,34 +1,77 @@
 """[model]: the architecture as data, with its parameter and FLOP counts."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from truestep.errors import ModelError
+from truestep.recipe.families import FAMILIES, Family
 from truestep.recipe.section import Section, field
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3"]
+COUNTING_RULE = (
+    "matmul-2: a multiply-add is 2 FLOP; every matrix product is counted and nothing else: embedding look-up 0, head "
+    "2 x vocabulary x width per token (tied or not), attention 4 x heads x head_dim per query-key pair; a row is one "
+    "document; backward is twice forward; recomputation is not counted"
+)
 
 
 class RopeScaling(Section):
-    """Scaling of rotary frequencies. linear: divide by factor; llama3: Llama 3.1's piecewise rule; yarn: arXiv 2309.00071."""
+    """Scaling of rotary frequencies. linear: divide by factor; llama3: Llama 3.1's rule; yarn: arXiv 2309.00071."""
 
     kind: Literal["linear", "llama3", "yarn"] = field(help="which rule")
     factor: float = field(help="context extension factor", gt=0)
-    original_context: int = field(8192, help="context length of pretraining before the extension", gt=0)
-    low_freq_factor: float = field(1.0, help="llama3 only")
-    high_freq_factor: float = field(4.0, help="llama3 only")
-    beta_fast: float = field(32.0, help="yarn only")
-    beta_slow: float = field(1.0, help="yarn only")
-    attention_factor: float | None = field(None, help="yarn only; by default 0.1 ln(factor) + 1")
+    original_context: int = field(8192, help="llama3, yarn: context length of pretraining before the extension", gt=0)
+    low_freq_factor: float = field(1.0, help="llama3 only", gt=0)
+    high_freq_factor: float = field(4.0, help="llama3 only; above low_freq_factor", gt=0)
+    beta_fast: float = field(32.0, help="yarn only", gt=0)
+    beta_slow: float = field(1.0, help="yarn only", gt=0)
+    attention_factor: float | None = field(None, help="yarn only; by default 0.1 ln(factor) + 1", gt=0)
+
+
+@dataclass(frozen=True)
+class ParamCounts:
+    """Parameters by what they are for. A tied head counts once, under `embedding`; biases count with their matrix."""
+
+    embedding: int
+    head: int
+    attention: int
+    mlp: int
+    norm: int
+
+    @property
+    def total(self) -> int:
+        """Parameters stored."""
+        return self.embedding + self.head + self.attention + self.mlp + self.norm
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token goes through: all of them in a dense model."""
+        return self.total
+
+
+def attention_pairs(context: int, window: int | None = None, causal: bool = True) -> int:
+    """Query-key pairs of one row. Causal: T(T+1)/2, or with a window of N (itself included) the sum of min(i, N).
+    Not causal: T^2, what a kernel without block skipping computes, window or not."""
+    if not causal:
+        return context * context
+    reach = min(context, window or context)
+    return reach * (reach + 1) // 2 + (context - reach) * reach
 
 
 class ModelSection(Section):
-    """One decoder-only transformer. Names are those of Hugging Face configurations, so that sizes can be copied over."""
+    """One decoder-only transformer. Names are those of Hugging Face configurations, to copy sizes over."""
 
-    module: str | None = field(None, help='a model of your own by import path, "package.module:Class"; then only `options`, `vocab_size` and `max_context` apply')
+    module: str | None = field(
+        None,
+        help='a model of your own by import path, "package.module:Class"; '
+        "then only options, vocab_size and max_context apply",
+    )
     options: dict[str, Any] = field({}, help="keyword arguments for `module`")
-    family: Family = field("llama", help="which Hugging Face architecture to write; sets the defaults of the options below")
+    family: Family = field("llama", help="which Hugging Face architecture to write; sets the defaults of open options")
     vocab_size: int = field(0, help="rows of the embedding; 0 takes the tokenizer's size", ge=0)
     hidden_size: int = field(256, help="width of the residual stream", gt=0)
-    intermediate_size: int = field(0, help="width of the gated MLP; 0 means 8/3 of hidden_size rounded up to a multiple of 64", ge=0)
+    intermediate_size: int = field(
+        0, help="width of the gated MLP; 0 means 8/3 of hidden_size rounded up to a multiple of 64", ge=0
+    )
     num_layers: int = field(4, help="number of blocks", gt=0)
     num_heads: int = field(4, help="query heads", gt=0)
     num_kv_heads: int = field(0, help="key/value heads (grouped-query attention); 0 means num_heads", ge=0)
@@ -38,18 +81,109 @@ class ModelSection(Section):
     norm_eps: float = field(1e-5, help="epsilon of RMSNorm", gt=0)
     rope_theta: float = field(10000.0, help="rotary base", gt=0)
     rope_scaling: RopeScaling | None = field(None, help="context extension")
-    rope_local_theta: float | None = field(None, help="rotary base of sliding-window layers (gemma3); by default rope_theta")
-    attention_bias: bool | None = field(None, help="biases on q, k, v (by default true for qwen2 only)")
-    attention_out_bias: bool = field(False, help="bias on the attention's output projection (llama's attention_bias=true)")
+    rope_local_theta: float | None = field(
+        None, help="gemma3: rotary base of sliding-window layers, by default 10000 (other families: rope_theta)", gt=0
+    )
+    attention_bias: bool | None = field(
+        None, help="biases on q, k, v; by default those of the family (qwen2 has them), else as attention_out_bias"
+    )
+    attention_out_bias: bool = field(False, help="bias on the attention's output projection (llama's attention_bias)")
     mlp_bias: bool = field(False, help="biases in the MLP")
-    qk_norm: Literal["none", "head", "full"] | None = field(None, help="RMSNorm of q and k: per head (qwen3, gemma3) or over the whole projection (olmo2)")
-    norm_placement: Literal["pre", "post", "sandwich"] | None = field(None, help="pre (llama), post: norm of a branch's output only (olmo2), sandwich: both (gemma2, gemma3)")
+    qk_norm: Literal["none", "head", "full"] | None = field(
+        None, help="RMSNorm of q and k: per head (qwen3, gemma3) or over the whole projection (olmo2)"
+    )
+    norm_placement: Literal["pre", "post", "sandwich"] | None = field(
+        None, help="pre (llama), post: norm of a branch's output only (olmo2), sandwich: both (gemma2, gemma3)"
+    )
     norm_offset: bool | None = field(None, help="scale is 1 + weight (gemma)")
     embed_scale: bool | None = field(None, help="multiply embeddings by sqrt(hidden_size) (gemma)")
     activation: Literal["silu", "gelu_tanh"] | None = field(None, help="SwiGLU or GeGLU")
-    sliding_window: int | None = field(None, help="attend to the last N tokens only, in the layers that `full_attention_every` leaves", gt=0)
-    full_attention_every: int = field(0, help="with sliding_window: every n-th layer attends in full (2 for gemma2, 6 for gemma3); 0 = none", ge=0)
+    sliding_window: int | None = field(
+        None, help="attend to the last N tokens only (itself included), but for layers of full_attention_every", gt=0
+    )
+    full_attention_every: int = field(
+        0, help="with sliding_window: every n-th layer attends in full (2 for gemma2, 6 for gemma3); 0 = none", ge=0
+    )
     attention_softcap: float | None = field(None, help="cap * tanh(score / cap) on attention scores (gemma2: 50)", gt=0)
     logit_softcap: float | None = field(None, help="the same on output logits (gemma2: 30)", gt=0)
-    query_scale: float | None = field(None, help="attention scores are scaled by query_scale ** -0.5; by default head_dim", gt=0)
-    init_std: float = field(0.02, help="standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 num_layers)", gt=0)
+    query_scale: float | None = field(
+        None, help="attention scores are scaled by query_scale ** -0.5; by default head_dim", gt=0
+    )
+    init_std: float = field(
+        0.02,
+        help="standard deviation of the initial weights; "
+        "projections back into the residual stream use init_std / sqrt(2 num_layers)",
+        gt=0,
+    )
+
+    def resolved(self, vocab_size: int) -> "ModelSection":
+        """This section with every open value filled in. `vocab_size` is the tokenizer's; a larger embedding is kept, a
+        smaller one is a ModelError. A model of your own (`module`) gets its vocabulary only."""
+        if 0 < self.vocab_size < vocab_size:
+            raise ModelError(
+                f"model.vocab_size is {self.vocab_size}, but the tokenizer has {vocab_size} ids; "
+                f"set it to {vocab_size} or more, or to 0 to take the tokenizer's."
+            )
+        if self.module is not None:
+            return self.model_copy(update={"vocab_size": self.vocab_size or vocab_size})
+        rules = FAMILIES[self.family]
+        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        sizes = {
+            "vocab_size": self.vocab_size or vocab_size,
+            "intermediate_size": self.intermediate_size or -(-8 * self.hidden_size // 192) * 64,
+            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "head_dim": head_dim,
+        }
+        options = rules.structure | {
+            "activation": rules.activation,
+            "attention_bias": rules.bias == "qkv" or self.attention_out_bias,
+            "query_scale": float(head_dim),
+            "rope_local_theta": 10000.0 if self.family == "gemma3" else self.rope_theta,
+        }
+        open_options = {name: value for name, value in options.items() if getattr(self, name) is None}
+        return self.model_copy(update=sizes | open_options)
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of block `layer` (0-based); None where it attends to the whole row."""
+        every = self.full_attention_every
+        return None if every and (layer + 1) % every == 0 else self.sliding_window
+
+    def counts(self) -> ParamCounts:
+        """Parameters of a resolved section, exactly those of the built model."""
+        self._check_countable()
+        width, layers, inner = self.hidden_size, self.num_layers, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        table = self.vocab_size * width
+        attention = 2 * width * (queries + keys)
+        attention += (queries + 2 * keys if self.attention_bias else 0) + (width if self.attention_out_bias else 0)
+        mlp = 3 * width * inner + (2 * inner + width if self.mlp_bias else 0)
+        qk_norm = {"none": 0, "head": 2 * self.head_dim, "full": queries + keys}[str(self.qk_norm)]
+        norm = (4 if self.norm_placement == "sandwich" else 2) * width + qk_norm
+        head = 0 if self.tie_embeddings else table
+        return ParamCounts(table, head, layers * attention, layers * mlp, layers * norm + width)
+
+    def flops_per_row(self, context: int, causal: bool = True) -> int:
+        """Forward FLOPs of one row of `context` tokens by COUNTING_RULE. causal=False counts attention as T^2 pairs."""
+        self._check_countable()
+        heads = self.num_heads * self.head_dim
+        projections = 2 * self.hidden_size * (heads + self.num_kv_heads * self.head_dim)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        per_token = 2 * (self.num_layers * (projections + mlp) + self.vocab_size * self.hidden_size)
+        pairs = sum(attention_pairs(context, self.window_of(layer), causal) for layer in range(self.num_layers))
+        return per_token * context + 4 * heads * pairs
+
+    def flops_per_token(self, context: int, causal: bool = True) -> float:
+        """Forward FLOPs of a token, averaged over a row of `context` tokens."""
+        return self.flops_per_row(context, causal) / context
+
+    def train_flops(self, tokens: int, context: int, causal: bool = True) -> float:
+        """Forward and backward FLOPs of `tokens` tokens in rows of `context`."""
+        return 3 * self.flops_per_row(context, causal) * tokens / context
+
+    def _check_countable(self) -> None:
+        if self.module is not None:
+            raise ModelError(
+                f"model.module is {self.module}: the recipe cannot count a model of your own; count the built module."
+            )
+        if not (self.vocab_size and self.head_dim and self.qk_norm):
+            raise ValueError("only a resolved section can be counted; call resolved(vocab_size) first")

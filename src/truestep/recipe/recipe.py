@@ -11,7 +11,9 @@ class Recipe(Section):
     """One run, from data to released model."""
 
     run: Run = field(help="name, seed and place", digest="where")
-    model: ModelSection | None = field(None, help="the architecture; not needed if the first stage starts from a model", digest="what")
+    model: ModelSection | None = field(
+        None, help="the architecture; not needed if the first stage starts from a model", digest="what"
+    )
     tokenizer: TokenizerSection = field(TokenizerSection(), help="how text becomes ids", digest="what")
     data: dict[str, DataSection] = field({}, help="corpora by name", digest="what")
     stages: list[Stage] = field(help="what is done, in order", min_length=1, digest="what")

@@ -1,17 +1,27 @@
 """[[stages]]: what is trained, on what, for how long, and what must hold afterwards."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Lt
 
 from truestep.recipe.data import MixtureItem
 from truestep.recipe.section import Section, field
-from truestep.recipe.units import Count
+from truestep.recipe.units import Count, Number
+
+OPTIMIZERS = ("adamw", "muon")
+LOSSES = ("cross-entropy",)
+Rate = Annotated[Number, Ge(0), Lt(1)]
 
 
 class Schedule(Section):
     """Learning-rate factor against the count of optimizer steps that were taken. Fractions are of the stage's steps."""
 
-    kind: Literal["wsd", "cosine", "linear", "constant"] = field("wsd", help="warm-up then: stable and decay, cosine, linear to `final`, or constant")
-    warmup: float = field(0.05, help="steps of linear warm-up: a fraction below 1, or a number of steps from 1 on", ge=0)
+    kind: Literal["wsd", "cosine", "linear", "constant"] = field(
+        "wsd", help="warm-up then: stable and decay, cosine, linear to `final`, or constant"
+    )
+    warmup: float = field(
+        0.05, help="steps of linear warm-up: a fraction below 1, or a number of steps from 1 on", ge=0
+    )
     decay: float = field(0.2, help="wsd: steps of the final decay (fraction or number)", ge=0)
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = field("1-sqrt", help="wsd: shape of the decay")
     final: float = field(0.0, help="factor at the end", ge=0, le=1)
@@ -20,17 +30,25 @@ class Schedule(Section):
 class Optim(Section):
     """The optimizer of a stage."""
 
-    kind: str = field("adamw", help='adamw, muon (matrices by Muon, the rest by AdamW), or an import path "package.module:factory"')
+    kind: str = field(
+        "adamw", help='adamw, muon (matrices by Muon, the rest by AdamW), or an import path "package.module:factory"'
+    )
     lr: float = field(3e-4, help="peak learning rate", gt=0)
-    betas: tuple[float, float] = field((0.9, 0.95), help="AdamW's decay rates")
+    betas: tuple[Rate, Rate] = field((0.9, 0.95), help="AdamW's decay rates")
     eps: float = field(1e-8, help="AdamW's epsilon", gt=0)
     weight_decay: float = field(0.1, help="decoupled decay of the decayed groups", ge=0)
     decay_embeddings: bool = field(False, help="also decay the embedding table")
-    clip_norm: float = field(1.0, help="global gradient norm above which gradients are scaled down; 0 switches clipping off", ge=0)
+    clip_norm: float = field(
+        1.0, help="global gradient norm above which gradients are scaled down; 0 switches clipping off", ge=0
+    )
     muon_lr: float = field(0.02, help="muon: learning rate of the matrices", gt=0)
     muon_momentum: float = field(0.95, help="muon: momentum (Nesterov)", ge=0, lt=1)
     muon_steps: int = field(5, help="muon: Newton-Schulz iterations", gt=0)
-    muon_dtype: Literal["bfloat16", "float32", "auto"] = field("auto", help="muon: dtype of the Newton-Schulz products; auto is bfloat16 where the hardware has it", digest="bits")
+    muon_dtype: Literal["bfloat16", "float32", "auto"] = field(
+        "auto",
+        help="muon: dtype of the Newton-Schulz products; auto is bfloat16 where the hardware has it",
+        digest="bits",
+    )
     schedule: Schedule = field(Schedule(), help="learning-rate schedule")
     options: dict[str, Any] = field({}, help="keyword arguments for an optimizer of your own")
 
@@ -61,9 +79,11 @@ class Evaluation(Section):
 class Gate(Section):
     """The decision after a stage. Held-out loss must stay within `margin` of the parent's, or below a stated bound."""
 
-    kind: Literal["heldout", "none"] = field("heldout", help="heldout, or none (needs a reason; the model is marked UNGATED)")
-    max_loss: float | None = field(None, help="largest held-out loss (nats per token) that passes")
-    max_bits_per_byte: float | None = field(None, help="largest held-out bits per byte that passes")
+    kind: Literal["heldout", "none"] = field(
+        "heldout", help="heldout, or none (needs a reason; the model is marked UNGATED)"
+    )
+    max_loss: float | None = field(None, help="largest held-out loss (nats per token) that passes", gt=0)
+    max_bits_per_byte: float | None = field(None, help="largest held-out bits per byte that passes", gt=0)
     margin: float = field(0.0, help="with a parent: how much worse than the parent's loss may be", ge=0)
     reason: str | None = field(None, help="kind = none: why this stage has no gate")
 
@@ -71,7 +91,7 @@ class Gate(Section):
 class Sample(Section):
     """Completions to show after the stage."""
 
-    prompts: list[str] = field([], help="texts to complete")
+    prompts: list[str] = field(help="texts to complete", min_length=1)
     max_new_tokens: int = field(64, help="length of a completion", gt=0)
     temperature: float = field(0.8, help="0 is greedy", ge=0)
     top_p: float = field(1.0, help="nucleus", gt=0, le=1)
@@ -88,9 +108,13 @@ class Stage(Section):
     tokens: Count = field(help="how many tokens to train on, rounded up to whole steps", gt=0)
     batch_tokens: Count = field(help="tokens of a step over all ranks", gt=0)
     ramp: list[RampPoint] = field([], help="batch-size ramp; batch_tokens holds until the first point")
-    mask_documents: bool = field(True, help="documents of one row do not see each other, positions restart, the label across a border is dropped")
+    mask_documents: bool = field(
+        True, help="documents of one row do not see each other, positions restart, the label across a border is dropped"
+    )
     optim: Optim = field(Optim(), help="optimizer")
     loss: Loss = field(Loss(), help="loss")
     evaluate: Evaluation | None = field(None, help="held-out evaluation")
-    gate: Gate | None = field(None, help="decision after the stage; needed (use kind = none with a reason to go without)")
-    sample: Sample | None = field(None, help="completions to show afterwards")
+    gate: Gate | None = field(
+        None, help="decision after the stage; needed (use kind = none with a reason to go without)"
+    )
+    sample: Sample | None = field(None, help="completions to show afterwards", digest="where")

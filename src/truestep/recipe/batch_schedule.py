@@ -1,0 +1,62 @@
+"""How many rows each optimizer step takes: a constant batch, or one that grows with the tokens done. Integers only."""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from truestep.recipe.stage import RampPoint, Stage
+
+
+class _Segment(NamedTuple):
+    """Steps [first_step, next segment's) take `rows` rows each; the first of them starts at row `first_row`."""
+
+    first_step: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """R(k), the number of rows before step k, from the stage's numbers: all in tokens, the batch sizes multiples of
+    `context`. A ramp point holds from the first step that begins with `after` or more tokens done. The last step is
+    whole, so a stage trains on `tokens` rounded up to it."""
+
+    tokens: int
+    context: int
+    batch_tokens: int
+    ramp: tuple[RampPoint, ...] = ()
+    steps: int = field(init=False)
+    total_rows: int = field(init=False)
+    _segments: tuple[_Segment, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        step = row = 0
+        segments: list[_Segment] = []
+        sizes = [self.batch_tokens, *(point.batch_tokens for point in self.ramp)]
+        ends = [*(min(point.after, self.tokens) for point in self.ramp), self.tokens]
+        for batch_tokens, end in zip(sizes, ends, strict=True):
+            steps = max(0, -(-(end - row * self.context) // batch_tokens))
+            if steps:
+                segments.append(_Segment(step, row, batch_tokens // self.context))
+            step += steps
+            row += steps * (batch_tokens // self.context)
+        for name, value in (("steps", step), ("total_rows", row), ("_segments", tuple(segments))):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, stage: Stage) -> "BatchSchedule":
+        """The schedule of a stage."""
+        return cls(stage.tokens, stage.context, stage.batch_tokens, tuple(stage.ramp))
+
+    def rows(self, step: int) -> tuple[int, int]:
+        """[R(step), R(step + 1)): the rows that `step` (0-based) reads, counted from the start of the stage."""
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} is not one of the {self.steps} steps of this stage")
+        segment = self._segments[bisect_right(self._segments, step, key=lambda s: s.first_step) - 1]
+        start = segment.first_row + (step - segment.first_step) * segment.rows
+        return start, start + segment.rows
+
+    def rows_in(self, step: int) -> int:
+        """How many rows `step` reads."""
+        start, stop = self.rows(step)
+        return stop - start

@@ -1,0 +1,105 @@
+"""Which options take effect: one that will not be used is an error, and is left out of the resolved recipe.
+
+To say so of a new option: one `Rule` under its section. The rules look at one section only; what needs the whole recipe
+is in truestep.recipe.checks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from truestep.imports import is_import_path
+from truestep.recipe.data import DataSection, TokenizerSection
+from truestep.recipe.machine import Checkpoint, Ledger, Machine
+from truestep.recipe.model import ModelSection, RopeScaling
+from truestep.recipe.section import Section
+from truestep.recipe.stage import Gate, Loss, Optim, Sample, Schedule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`fields` take effect only where `used(section)` holds; `needs` says when; `reads` are the fields it looks at."""
+
+    fields: tuple[str, ...]
+    used: Callable[[Any], bool]
+    needs: str
+    reads: tuple[str, ...]
+
+
+def _when(field: str, *values: str) -> Callable[..., Rule]:
+    def rule(*fields: str) -> Rule:
+        words = " or ".join(f'"{value}"' for value in values)
+        return Rule(fields, lambda section: dict(section)[field] in values, f"{field} = {words}", (field,))
+
+    return rule
+
+
+def _own_kind(*fields: str) -> Rule:
+    return Rule(fields, lambda section: is_import_path(section.kind), "kind to be an import path", ("kind",))
+
+
+def _remote(url: str | list[str] | None) -> bool:
+    return any("://" in part for part in ([url] if isinstance(url, str) else url or []))
+
+
+_OF_OWN_MODULE = {"module", "options", "vocab_size", "max_context"}
+_TEXT_ALONE = ("text", "python-stdlib", "megatron", "npy")
+
+RULES: dict[type[Section], tuple[Rule, ...]] = {
+    TokenizerSection: (
+        _when("kind", "file")("path", "eod"),
+        _when("kind", "train-bpe")("vocab_size", "data", "sample"),
+    ),
+    DataSection: (
+        _when("dedup", "near")("near_threshold"),
+        _when("packing", "best-fit")("too_long"),
+        _when("split", "train", "heldout")("holdout"),
+        Rule(("text_field",), lambda s: s.source not in _TEXT_ALONE, "a source with named fields", ("source",)),
+        Rule(("storage_options",), lambda s: _remote(s.path), "a path with a URL", ("path",)),
+    ),
+    ModelSection: (
+        Rule(
+            tuple(name for name in ModelSection.model_fields if name not in _OF_OWN_MODULE),
+            lambda s: s.module is None,
+            "`module` to be left out (its own `options` say what it is like)",
+            ("module",),
+        ),
+        Rule(("options",), lambda s: s.module is not None, "a `module` of your own", ("module",)),
+        Rule(("full_attention_every",), lambda s: s.sliding_window, "a sliding_window", ("sliding_window",)),
+    ),
+    RopeScaling: (
+        _when("kind", "llama3")("low_freq_factor", "high_freq_factor"),
+        _when("kind", "yarn")("beta_fast", "beta_slow", "attention_factor"),
+        _when("kind", "llama3", "yarn")("original_context"),
+    ),
+    Schedule: (
+        _when("kind", "wsd")("decay", "decay_shape"),
+        _when("kind", "wsd", "cosine", "linear")("final"),
+    ),
+    Optim: (
+        _when("kind", "muon")("muon_lr", "muon_momentum", "muon_steps", "muon_dtype"),
+        _when("kind", "adamw", "muon")("betas", "eps"),
+        Rule(("decay_embeddings",), lambda s: s.weight_decay > 0, "a weight_decay above 0", ("weight_decay",)),
+        _own_kind("options"),
+    ),
+    Loss: (_when("kind", "cross-entropy")("z_loss"), _own_kind("options")),
+    Gate: (_when("kind", "heldout")("max_loss", "max_bits_per_byte", "margin"), _when("kind", "none")("reason")),
+    Sample: (Rule(("top_p",), lambda s: s.temperature > 0, "a temperature above 0", ("temperature",)),),
+    Machine: (
+        Rule(("reshard_after_forward",), lambda s: s.mesh.dp_shard != 1, "mesh.dp_shard above 1", ("mesh.dp_shard",)),
+    ),
+    Checkpoint: (Rule(("storage_options",), lambda s: _remote(s.url), "an object store as `url`", ("url",)),),
+    Ledger: (
+        Rule(
+            ("currency",),
+            lambda s: s.price_per_device_hour is not None,
+            "price_per_device_hour",
+            ("price_per_device_hour",),
+        ),
+    ),
+}
+
+
+def unused(section: Section) -> dict[str, Rule]:
+    """The fields of this section that take no effect, each with the rule that says so."""
+    rules = RULES.get(type(section), ())
+    return {name: rule for rule in rules if not rule.used(section) for name in rule.fields}

@@ -1,9 +1,13 @@
-"""Files of raw little-endian numbers with an xxh3-64 for every block: written once, verified when read."""
+"""Folders of raw little-endian files with an xxh3-64 for every block: written once, verified when read.
+
+`checksums.bin` holds the sums of all blocks of all files, in the order of their names, as uint64; `header.json` holds
+the sizes, the digest of `checksums.bin` and its own digest. The header is written last: its presence is the commit.
+"""
 
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,6 +15,8 @@ import numpy as np
 import xxhash
 
 from truestep.errors import DataError, StorageError
+
+CHECKSUMS, HEADER = "checksums.bin", "header.json"
 
 
 @contextlib.contextmanager
@@ -93,7 +99,8 @@ class BlockWriter:
         self._file.close()
 
     def abort(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk refuses the last bytes of a file that goes away anyhow
+            self._file.close()
         self.path.unlink(missing_ok=True)
 
 
@@ -102,7 +109,7 @@ class BlockReader:
 
     def __init__(self, path: Path, num_bytes: int, block_bytes: int, sums: np.ndarray):
         self.path, self.block_bytes, self.sums = path, block_bytes, sums
-        self.data = map_file(path, num_bytes)
+        self.data = map_file(path, num_bytes)  # uint8
         self._seen = np.zeros(len(sums), dtype=bool)
 
     def touch(self, starts: np.ndarray, stops: np.ndarray) -> None:
@@ -126,6 +133,53 @@ class BlockReader:
                 "not match its checksum, so the file was changed or damaged; build the data again"
             )
         self._seen[block] = True
+
+
+def commit_folder(folder: Path, kind: str, writers: Sequence[BlockWriter], header: dict[str, Any]) -> None:
+    """Finish the writers' files (all in `folder`, of one block size) and publish the header with `header`'s fields."""
+    for writer in writers:
+        writer.finish()
+    writers = sorted(writers, key=lambda writer: writer.path.name)
+    sums = np.array([s for writer in writers for s in writer.sums], dtype="<u8")
+    publish(folder / CHECKSUMS, sums.tobytes())
+    header = {
+        "format": kind,
+        "block_bytes": writers[0].block_bytes,
+        "files": {writer.path.name: writer.num_bytes for writer in writers},
+        "checksums": digest(sums.data),
+        **header,
+    }
+    header["digest"] = digest(canonical(header))
+    publish(folder / HEADER, json.dumps(header, indent=1, sort_keys=True, ensure_ascii=False).encode())
+
+
+def open_folder(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, BlockReader]]:
+    """The header (without its digest) and a reader for each file. Reads the header and the checksums, no data."""
+    header = _read_header(folder, kind)
+    block_bytes, files = header["block_bytes"], sorted(header["files"].items())
+    num_blocks = [-(-num_bytes // block_bytes) for _, num_bytes in files]
+    sums = map_file(folder / CHECKSUMS, sum(num_blocks) * 8)
+    if digest(sums.data) != header["checksums"]:
+        raise DataError(f"{folder / CHECKSUMS}: does not match the digest in {HEADER}; build the data again")
+    parts = np.split(sums.view("<u8"), np.cumsum(num_blocks)[:-1])
+    readers = {name: BlockReader(folder / name, size, block_bytes, part) for (name, size), part in zip(files, parts)}
+    return header, readers
+
+
+def _read_header(folder: Path, kind: str) -> dict[str, Any]:
+    file = folder / HEADER
+    try:
+        header = json.loads(file.read_bytes())
+    except OSError as error:
+        what = f"has no readable {HEADER}, so was not finished" if folder.is_dir() else "does not exist"
+        raise DataError(f"{folder}: {what} ({error.strerror}); build the data first") from None
+    except ValueError:
+        raise DataError(f"{file}: is not JSON; build the data again") from None
+    if not isinstance(header, dict) or header.get("format") != kind:
+        raise DataError(f"{file}: is not the header of a {kind} folder; build the data again")
+    if header.pop("digest", None) != digest(canonical(header)):
+        raise DataError(f"{file}: was changed or damaged (its digest does not match); build the data again")
+    return header
 
 
 def map_file(path: Path, num_bytes: int | None = None) -> np.ndarray:

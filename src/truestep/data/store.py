@@ -1,29 +1,36 @@
 """Token stores: all documents of a corpus as one memory-mapped run of ids, with a checksum for every block.
 
-A folder of four files:
+A folder of checked blocks (see blocks.py) with
 
     tokens.bin     ids, little-endian uint16 or uint32, one document after the other
     offsets.bin    int64, first token of every document, and the end of the last
-    checksums.bin  uint64, xxh3-64 of every block of tokens.bin, then of offsets.bin
-    header.json    sizes, id type, digest of checksums.bin, the builder's report; written last, as the commit
+    header.json    vocabulary, id type, sizes, checksums, and the builder's report
 
 One rule for ends: every document in a store ends with the end-of-document id (`StoreWriter` adds it where it is
 missing), so that a model learns to stop.
 """
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from truestep.data.blocks import BlockReader, BlockWriter, canonical, digest, map_file, publish, writing
+from truestep.data.blocks import (
+    CHECKSUMS,
+    HEADER,
+    BlockReader,
+    BlockWriter,
+    canonical,
+    commit_folder,
+    digest,
+    open_folder,
+    writing,
+)
 from truestep.errors import DataError
 
-FORMAT = "truestep-tokens"
-TOKENS, OFFSETS, CHECKSUMS, HEADER = "tokens.bin", "offsets.bin", "checksums.bin", "header.json"
+FORMAT = "truestep tokens 1"
+TOKENS, OFFSETS = "tokens.bin", "offsets.bin"
 _MERGE_TOKENS = 1 << 22
 
 
@@ -63,32 +70,28 @@ class TokenStore:
     def open(path: str | Path) -> "TokenStore":
         """Open a folder that StoreWriter finished; DataError if it is absent, unfinished, truncated or changed."""
         folder = Path(path)
-        header = _read_header(folder)
-        ids_type, block_bytes = np.dtype(header["id_type"]), header["block_bytes"]
-        sizes = header["num_tokens"] * ids_type.itemsize, (header["num_documents"] + 1) * 8
-        token_blocks, offset_blocks = (-(-size // block_bytes) for size in sizes)
-        sums = map_file(folder / CHECKSUMS, (token_blocks + offset_blocks) * 8)
-        if digest(sums.data) != header["checksums"]:
-            raise DataError(f"{folder / CHECKSUMS}: does not match the header's digest; build the data again")
-        sums = sums.view("<u8")
-        tokens = BlockReader(folder / TOKENS, sizes[0], block_bytes, sums[:token_blocks])
-        offsets = BlockReader(folder / OFFSETS, sizes[1], block_bytes, sums[token_blocks:])
+        header, readers = open_folder(folder, FORMAT)
+        tokens, offsets = readers[TOKENS], readers[OFFSETS]
         starts = offsets.data.view("<i8")
 
         def offsets_at(documents: np.ndarray) -> np.ndarray:
             offsets.touch(documents * 8, documents * 8 + 8)
             return starts[documents]
 
-        ids = tokens.data.view(ids_type)
-        return TokenStore(
-            folder, ids, offsets_at, header["num_documents"], _fingerprint(header), header, (tokens, offsets)
-        )
+        ids = tokens.data.view(header["id_type"])
+        # Every token and border through the checksums; not the report, which may hold times and paths.
+        fingerprint = digest(canonical({name: value for name, value in header.items() if name != "report"}))
+        return TokenStore(folder, ids, offsets_at, len(starts) - 1, fingerprint, header, (tokens, offsets))
 
     def read(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """ids[starts[i] : starts[i] + lengths[i]] for every i (lengths > 0), concatenated, in the store's own type."""
         if not len(starts):
             return self._ids[:0]
         stops = starts + lengths
+        if starts.min() < 0 or stops.max() > self.num_tokens:
+            raise DataError(
+                f"{self.path}: tokens up to {stops.max()} wanted of {self.num_tokens}; its offsets are damaged"
+            )
         if self._readers:
             width = self._ids.itemsize
             self._readers[0].touch(starts * width, stops * width)
@@ -110,9 +113,7 @@ class TokenStore:
         width = self.num_documents
         while width > 1:  # bisection for all positions at once; touches, and so verifies, only the blocks on its way
             middle = low + width // 2
-            inside = middle < self.num_documents
-            right = inside & (self._offsets(np.where(inside, middle, 0)) <= positions)
-            low = np.where(right, middle, low)
+            low = np.where(self._offsets(middle) <= positions, middle, low)
             width -= width // 2
         return low
 
@@ -180,22 +181,17 @@ class StoreWriter:
 
     def finish(self, report: dict[str, Any]) -> TokenStore:
         """Bring all to the disk, publish the header with the builder's `report` (JSON values), open the store."""
+        header = {
+            "vocab_size": self.vocab_size,
+            "eod_id": self.eod_id,
+            "id_type": self._type.str,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "num_bytes": self.num_bytes,
+            "report": report,
+        }
         with writing(self.path):
-            self._tokens.finish()
-            self._offsets.finish()
-            sums = np.array(self._tokens.sums + self._offsets.sums, dtype="<u8")
-            publish(self.path / CHECKSUMS, sums.tobytes())
-            write_header(
-                self.path,
-                vocab_size=self.vocab_size,
-                eod_id=self.eod_id,
-                num_tokens=self.num_tokens,
-                num_documents=self.num_documents,
-                num_bytes=self.num_bytes,
-                block_bytes=self.block_bytes,
-                checksums=digest(sums.data),
-                report=report,
-            )
+            commit_folder(self.path, FORMAT, (self._tokens, self._offsets), header)
         return TokenStore.open(self.path)
 
     def abort(self) -> None:
@@ -246,31 +242,3 @@ def merge_stores(path: str | Path, shards: Sequence[TokenStore], report: dict[st
         for shard in shards:
             writer.append_store(shard)
         return writer.finish(report)
-
-
-def write_header(folder: Path, *, vocab_size: int, **fields: Any) -> None:
-    """Publish header.json: the id type follows from `vocab_size`, and the header carries its own digest."""
-    header = {"format": FORMAT, "version": 1, "vocab_size": vocab_size, "id_type": id_type(vocab_size).str, **fields}
-    header["digest"] = digest(canonical(header))
-    publish(folder / HEADER, json.dumps(header, indent=1, sort_keys=True, ensure_ascii=False).encode())
-
-
-def _read_header(folder: Path) -> dict[str, Any]:
-    file = folder / HEADER
-    try:
-        header = json.loads(file.read_bytes())
-    except OSError as error:
-        what = "is no finished token store" if folder.is_dir() else "does not exist"
-        raise DataError(f"{folder}: {what} ({HEADER}: {os.strerror(error.errno or 0)}); build the data first") from None
-    except ValueError:
-        raise DataError(f"{file}: is not JSON; build the data again") from None
-    if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != 1:
-        raise DataError(f"{file}: is not the header of a token store of version 1; build the data again")
-    if header.pop("digest", None) != digest(canonical(header)):
-        raise DataError(f"{file}: was changed or damaged (its digest does not match); build the data again")
-    return header
-
-
-def _fingerprint(header: dict[str, Any]) -> str:
-    """Covers every token and border through the block checksums, but not the report, which may hold times and paths."""
-    return digest(canonical({name: value for name, value in header.items() if name != "report"}))

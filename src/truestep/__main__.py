@@ -1,0 +1,3 @@
+from truestep.cli.main import main
+
+main()

@@ -1,0 +1,15 @@
+"""What several verbs take: a recipe and overrides of its fields."""
+
+from typing import Annotated
+
+import typer
+
+RecipePath = Annotated[str, typer.Argument(help="the recipe, a TOML file", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATH=VALUE",
+        help="override a field, stages by name: stages.base.optim.lr=3e-4; PATH= takes the field out; may be repeated",
+    ),
+]

@@ -1,0 +1,29 @@
+"""The command line. Nothing heavy is imported here; every verb imports what it needs when it runs."""
+
+import sys
+
+import typer
+
+from truestep.errors import UserError
+
+app = typer.Typer(
+    name="truestep",
+    help="Train large models from raw text to a gated release, and keep the run correct on the way.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def main() -> None:
+    """Run the command line; what is wrong outside the program is one sentence and exit code 2."""
+    from truestep.cli import register
+
+    register.verbs(app)
+    try:
+        app()
+    except UserError as error:
+        for sentence in str(error).splitlines():
+            print(f"truestep: {sentence}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,147 @@
+"""The end of a stage: export the model, hold it against its gate, show samples, write its card (always last)."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from truestep.gate.heldout import Verdict, decide
+from truestep.ledger.card import build_card, write_card
+from truestep.models.export import save_model
+from truestep.numerics.digest import state_digest
+from truestep.recipe.digests import what
+from truestep.recipe.model import ModelSection
+from truestep.recipe.stage import Stage
+from truestep.rollout.generate import generate_from
+from truestep.stages.context import Context
+from truestep.stages.corpora import Corpora
+from truestep.stages.yardstick import yardstick
+from truestep.train.evaluate import HeldOut
+from truestep.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage whose training is done. `figures` are the final held-out ones, `start` the directory it started from."""
+
+    state: TrainState
+    section: ModelSection
+    corpora: Corpora
+    figures: HeldOut | None
+    start: Path | None
+
+
+def finish(context: Context, stage: Stage, done: Finished) -> str:
+    """Returns "done", or "gate" where the model was not accepted. Every rank calls this; rank 0 writes and speaks."""
+    with phase(context, stage, "export"):
+        digest = export(context, stage, done)
+    directory = context.model_dir(stage.name)
+
+    def conclude() -> str:
+        with phase(context, stage, "gate"):
+            verdict = judge(context, stage, done)
+        with phase(context, stage, "samples"):
+            show_samples(context, stage, directory)
+        write_manifest(context, stage, done, digest, verdict)
+        card = build_card(context.run_dir, stage.name)
+        write_card(directory, card)
+        context.progress.say(f"{stage.name}: weights {digest}, model, card.md and card.json in {directory}")
+        return "done" if verdict.promotes else "gate"
+
+    return context.job.agree(f"finish/{stage.name}", conclude)
+
+
+@contextmanager
+def phase(context: Context, stage: Stage, name: str) -> Iterator[None]:
+    """Note how long a part took that is no training."""
+    began = time.perf_counter()
+    yield
+    context.note("phase", name=name, seconds=time.perf_counter() - began, stage=stage.name)
+
+
+def export(context: Context, stage: Stage, done: Finished) -> str:
+    """Write the model directory and return the digest of its weights. What an earlier attempt left unfinished goes."""
+    directory = context.model_dir(stage.name)
+    tensors = {name: tensor.detach() for name, tensor in done.state.parallel.bare.named_parameters()}
+    digest = state_digest(tensors)
+    context.job.agree(f"clear/{stage.name}", lambda: shutil.rmtree(directory, ignore_errors=True))
+    save_model(directory, done.state.parallel.bare, done.section, tokenizer_dir=done.corpora.tokenizer_dir)
+    context.note("model", stage=stage.name, path=str(directory.relative_to(context.run_dir)), digest=digest)
+    return digest
+
+
+def judge(context: Context, stage: Stage, done: Finished) -> Verdict:
+    """The gate's verdict, logged and said, with the yardsticks beside it."""
+    figures = asdict(done.figures) if done.figures else {}
+    if stage.evaluate and stage.evaluate.yardstick and done.figures:
+        show_yardstick(context, stage, done)
+    assert stage.gate is not None
+    verdict = decide(stage.gate, figures, done.state.parent)
+    reason = "; ".join(verdict.reasons)
+    context.note("gate", stage=stage.name, verdict=verdict.outcome, reason=reason, kind=stage.gate.kind, figures=figures)
+    word = "UNGATED" if verdict.outcome == "ungated" else f"gate: {verdict.outcome}"
+    context.progress.say(f"{stage.name}: {word} ({reason})")
+    return verdict
+
+
+def show_yardstick(context: Context, stage: Stage, done: Finished) -> None:
+    assert stage.evaluate is not None and done.figures is not None
+    store = done.corpora.stores[stage.evaluate.data]
+    others = yardstick(store, done.corpora.tokenizer)
+    context.note("yardstick", data=stage.evaluate.data, bytes=store.num_bytes, bits_per_byte=others)
+    table = Table("held-out text coded by", "bits per byte", title=f"{store.num_bytes:,} bytes of {stage.evaluate.data}")
+    ours = {f"this model ({stage.name})": done.figures.bits_per_byte}
+    for name, value in sorted((others | ours).items(), key=lambda pair: -(pair[1] or 0)):
+        table.add_row(name, "not known" if value is None else f"{value:.4f}")
+    context.progress.table(table)
+
+
+def show_samples(context: Context, stage: Stage, directory: Path) -> None:
+    if stage.sample is None:
+        return
+    asked = stage.sample
+    texts = generate_from(
+        directory,
+        asked.prompts,
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        seed=context.recipe.run.seed,
+    )
+    for prompt, text in zip(asked.prompts, texts):
+        context.note("sample", stage=stage.name, prompt=prompt, text=text)
+        context.progress.say(f"sample> {prompt}[green]{_plain(text)}[/green]")
+
+
+def _plain(text: str) -> str:
+    """Brackets of a completion are text, not markup."""
+    return text.replace("[", "\\[")
+
+
+def write_manifest(context: Context, stage: Stage, done: Finished, digest: str, verdict: Verdict) -> None:
+    """manifest.json of the model: its name, lineage, digests and verdict."""
+    body: dict[str, Any] = {
+        "format": 1,
+        "name": f"{context.recipe.run.name}/{stage.name}@{digest[:16]}",
+        "weights": digest,
+        "recipe": what(context.recipe),
+        "lineage": {"stage": stage.name, "kind": stage.kind, "start": stage.start, "steps": done.state.step},
+        "tokenizer": done.corpora.tokenizer.fingerprint,
+        "data": {name: store.fingerprint for name, store in done.corpora.stores.items()},
+        "gate": {"verdict": verdict.outcome, "reasons": verdict.reasons},
+        "log_head": context.log.head() if context.log else None,
+    }
+    file = context.model_dir(stage.name) / "manifest.json"
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("w") as out:
+        json.dump(body, out, indent=1, sort_keys=True)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(temporary, file)

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.families import CONFIGS, VOCAB, tiny
 from truestep.models.decoder import Decoder
-from truestep.models.hf import load_hf, read_section, save_hf
+from truestep.models.hf import load_hf, read_section
 from truestep.models.hf_config import config_from_section, section_from_config
+from truestep.models.hf_save import save_hf
 
 
 def ours(directory: Path) -> Decoder:

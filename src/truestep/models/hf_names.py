@@ -33,9 +33,9 @@ _NORMS = {
 
 
 def hf_name(name: str, section: ModelSection) -> str:
-    """The Hugging Face name of our parameter `name`. A user's own module keeps its names."""
+    """The Hugging Face name of our parameter `name`; of a user's own module, the name in that module."""
     if section.module is not None:
-        return name
+        return name.removeprefix("module.")
     if name in _OUTER:
         return _OUTER[name]
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)

@@ -32,3 +32,10 @@ class Logits:
     def logits(self) -> torch.Tensor:
         """logits_BTV in fp32 (float64 stays float64)."""
         return self.logits_BTV.to(torch.promote_types(self.logits_BTV.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """The output of a user's own module that computes its loss itself: the sum over its targets, in nats."""
+
+    sum: torch.Tensor

@@ -1,0 +1,51 @@
+"""A model directory as a module, ready to run."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from truestep.errors import ModelError
+from truestep.models.build import build_model
+from truestep.models.decoder import Decoder
+from truestep.models.foreign import ForeignModel
+from truestep.models.hf import load_hf, read_json, read_section
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(
+    directory: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    own_module: str | None = None,
+) -> Decoder | ForeignModel:
+    """The whole model on one device, in `dtype` or that of its files. A directory that names a user's own module is
+    loaded only if the caller names the same module: a download must not choose code to run."""
+    section = read_section(directory)
+    if section.module != own_module and section.module is not None:
+        raise ModelError(
+            f"{directory} needs the code of {section.module}; if you trust it, name that module yourself (--module)."
+        )
+    model = build_model(section, section.vocab_size).to(dtype or stored_dtype(directory))
+    model = model.to_empty(device=device) if isinstance(model, Decoder) else model.to(device)
+    load_hf(directory, tensors_of(model))
+    return model
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The dtype that config.json names; float32 where it names none."""
+    config = read_json(directory / "config.json")
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ModelError(f"{directory / 'config.json'} has dtype = {name!r}, which is not supported; use {known}.")
+    return _DTYPES[name]
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model directory holds of a module: parameters (a tied one once) and persistent buffers, by name."""
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return dict(model.named_parameters()) | buffers

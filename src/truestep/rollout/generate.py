@@ -1,0 +1,132 @@
+"""Generation with a key/value cache: prompts of unlike lengths together, the same completions as one by one."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from truestep.models.cache import KVCache
+from truestep.models.decoder import Decoder
+from truestep.numerics.counter import key_of, uniform
+
+
+class Codec(Protocol):
+    """What generation needs of a tokenizer."""
+
+    eod_id: int
+
+    def encode(self, text: str) -> Any: ...
+    def decode(self, ids: Any) -> str: ...
+
+
+def generate(
+    model: torch.nn.Module,
+    tokenizer: Codec,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """Completions of the prompts, without the prompts, up to the end of the document or `max_new_tokens`.
+
+    Temperature 0 is greedy. A completion depends on (seed, its place in `prompts`, its own tokens) only. A prompt
+    without tokens starts from the end-of-document token, which stands before every document."""
+    ids = [[int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod_id] for prompt in prompts]
+    new = generate_ids(model, ids, max_new_tokens, {tokenizer.eod_id}, temperature, top_p, seed)
+    return [tokenizer.decode(row) for row in new]
+
+
+@torch.no_grad()
+def generate_ids(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: Iterable[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """New ids for each prompt (at least one id each), the stop id not among them.
+
+    Prompts are padded on the left; pads belong to no document and real tokens count from position 0. The module's
+    training flags are left as they were. A module of the user's own has no cache and is run anew for every token."""
+    if not prompts or max_new_tokens < 1:
+        return [[] for _ in prompts]
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return _generate(model, prompts, max_new_tokens, frozenset(stop_ids), temperature, top_p, seed)
+    finally:
+        for module, training in flags.items():
+            module.training = training
+
+
+def _generate(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> list[list[int]]:
+    device = next(model.parameters()).device
+    rows, longest = len(prompts), max(map(len, prompts))
+    tokens_BT = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+    pads_B1 = torch.tensor([[longest - len(p)] for p in prompts], device=device)
+    positions_BT = torch.arange(longest, device=device) - pads_B1
+    cache = KVCache(len(model.blocks), rows, longest + max_new_tokens - 1) if isinstance(model, Decoder) else None
+    keys = [key_of(seed, f"sample:{row}") for row in range(rows)]
+    out: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(rows))
+    for step in range(max_new_tokens):
+        logits_BV = _last_logits(model, tokens_BT, positions_BT, cache)
+        draws = [float(uniform(key, step, 1)) for key in keys] if temperature > 0 else []
+        chosen_B = choose(logits_BV, temperature, top_p, torch.tensor(draws, dtype=torch.float64, device=device))
+        for row, token in enumerate(chosen_B.tolist()):
+            if row in open_rows and token in stop_ids:
+                open_rows.discard(row)
+            elif row in open_rows:
+                out[row].append(token)
+        if not open_rows:
+            break
+        ahead_B1 = positions_BT[:, -1:] + 1
+        if cache is None:
+            tokens_BT = torch.cat((tokens_BT, chosen_B[:, None]), dim=1)
+            positions_BT = torch.cat((positions_BT, ahead_B1), dim=1)
+        else:
+            tokens_BT, positions_BT = chosen_B[:, None], ahead_B1
+    return out
+
+
+def _last_logits(
+    model: torch.nn.Module, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, cache: KVCache | None
+) -> torch.Tensor:
+    """Logits of the last place of every row, (B, V), float32 or float64."""
+    if cache is None:
+        # a module of the user's own need not know pads: each row goes through it alone, without them
+        rows = [tokens_BT[row : row + 1, positions_BT[row] >= 0] for row in range(len(tokens_BT))]
+        return torch.cat([model(row)[:, -1] for row in rows])
+    documents_BT = torch.where(positions_BT < 0, -1, 0).int()
+    return model(
+        tokens_BT,
+        positions_BT.clamp(min=0),
+        documents_BT,
+        lambda out: type(out)(out.hidden_BTD[:, -1:], out.weight_VD, out.softcap).logits()[:, 0],
+        cache=cache,
+    )
+
+
+def choose(logits_BV: torch.Tensor, temperature: float, top_p: float, draws_B: torch.Tensor) -> torch.Tensor:
+    """One id a row: the largest logit at temperature 0, else the id that the draw in (0, 1) meets when the chances are
+    laid end to end, likeliest first, of the smallest set that holds `top_p` (nucleus sampling, arXiv 1904.09751)."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    chances_BV, order_BV = (logits_BV.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    upto_BV = chances_BV.cumsum(-1)
+    kept_BV = (upto_BV - chances_BV < top_p).double()  # the likeliest id always stays
+    upto_BV = (chances_BV * kept_BV).cumsum(-1)
+    place_B1 = torch.searchsorted(upto_BV, draws_B[:, None] * upto_BV[:, -1:])
+    last_B1 = kept_BV.sum(-1, keepdim=True).long() - 1
+    return order_BV.gather(-1, torch.minimum(place_B1, last_B1))[:, 0]

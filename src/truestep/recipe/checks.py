@@ -165,7 +165,7 @@ def _schedule(stage: Stage, at: str) -> Iterator[Problem]:
         if length > 1 and length != int(length):
             yield Problem(f"{at}.{name}", f"is {length}: write a fraction below 1, or a whole number of steps.")
     steps = BatchSchedule.of(stage).steps
-    total = sum(length * steps if length < 1 else length for length in wanted.values())
+    total = sum(round(length * steps if length < 1 else length) for length in wanted.values())
     if total > steps:
         parts = " and ".join(f"{name} {length:g}" for name, length in wanted.items())
         stage_fields = [f"stages.{stage.name}.{name}" for name in ("tokens", "batch_tokens", "context", "ramp")]

@@ -41,8 +41,13 @@ def _remote(url: str | list[str] | None) -> bool:
     return any("://" in part for part in ([url] if isinstance(url, str) else url or []))
 
 
+def _has_text_field(section: DataSection) -> bool:
+    """A source of the user's own says when it is opened whether it takes the field, and gets it only if it was given."""
+    given = "text_field" in section.model_fields_set
+    return section.source in ("jsonl", "parquet", "hf-saved", "hf-hub") or (is_import_path(section.source) and given)
+
+
 _OF_OWN_MODULE = {"module", "options", "vocab_size", "max_context"}
-_TEXT_ALONE = ("text", "python-stdlib", "megatron", "npy")
 
 RULES: dict[type[Section], tuple[Rule, ...]] = {
     TokenizerSection: (
@@ -53,7 +58,7 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
         _when("dedup", "near")("near_threshold"),
         _when("packing", "best-fit")("too_long"),
         _when("split", "train", "heldout")("holdout"),
-        Rule(("text_field",), lambda s: s.source not in _TEXT_ALONE, "a source with named fields", ("source",)),
+        Rule(("text_field",), _has_text_field, "a source with named fields", ("source",)),
         Rule(("storage_options",), lambda s: _remote(s.path), "a path with a URL", ("path",)),
     ),
     ModelSection: (
@@ -77,7 +82,7 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     ),
     Optim: (
         _when("kind", "muon")("muon_lr", "muon_momentum", "muon_steps", "muon_dtype"),
-        _when("kind", "adamw", "muon")("betas", "eps"),
+        _when("kind", "adamw", "muon")("betas", "eps", "weight_decay", "decay_embeddings"),
         Rule(("decay_embeddings",), lambda s: s.weight_decay > 0, "a weight_decay above 0", ("weight_decay",)),
         _own_kind("options"),
     ),

@@ -25,11 +25,10 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | Recipe, overrides:
     sentences: list[str] = []
     set_paths: list[str] = []
     for override in overrides:
-        wrong = apply(raw, override)
-        if wrong is not None:
-            sentences.append(f"--set {override} {wrong}")
-        else:
-            set_paths.append(override.partition("=")[0].strip())
+        try:
+            set_paths.append(apply(raw, override))
+        except ValueError as error:
+            sentences.append(f"--set {override} {error}")
     found, recipe = shape_problems(raw)
     if recipe is not None:
         found = found + unaffected(checks.problems(recipe), found)

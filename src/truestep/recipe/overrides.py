@@ -7,32 +7,43 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from truestep.recipe.paths import child_keys, element_name, place
+from truestep.recipe.paths import child_keys, element_name, join, place
 from truestep.recipe.problems import did_you_mean
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.section import members
 
 
-def apply(raw: dict[str, Any], override: str) -> str | None:
-    """Put one override into the raw recipe. Returns what is wrong with it, as the end of a sentence, or None."""
+def apply(raw: dict[str, Any], override: str) -> str:
+    """Put one override into the raw recipe. Returns the path of what it set: a table that it had to make, else the
+    field. Raises ValueError with the end of a sentence."""
     path, equals, text = (part.strip() for part in override.partition("="))
     parts = path.split(".")
     if not equals or not all(parts):
-        return "is not of the form path=value; write, for example, stages.base.optim.lr=3e-4."
+        raise ValueError("is not of the form path=value; write, for example, stages.base.optim.lr=3e-4.")
     here: Any = raw
     keys: list[str | int] = []
+    made = path
     for i, part in enumerate(parts):
-        if not isinstance(here, dict | list):
-            return f"goes into {'.'.join(parts[:i])}, which is a value and has no fields."
+        outer = ".".join(parts[:i])
+        if _is_value(here):
+            raise ValueError(f"goes into {outer}, which is a value and has no fields.")
         key = _key(here, part)
         if key is None:
             names = [str(element_name(item, n)) for n, item in enumerate(here)]
-            return f"points to {part!r}, which is not in {'.'.join(parts[:i])}; {did_you_mean(part, names)}"
+            raise ValueError(f"points to {part!r}, which is not in {outer}; {did_you_mean(part, names)}")
         keys.append(key)
-        if i < len(parts) - 1:
-            here = here.setdefault(key, {}) if isinstance(here, dict) else here[int(key)]
+        if i == len(parts) - 1:
+            break
+        if key not in child_keys(here):
+            here[key] = {}
+            made = min(made, join(outer, part), key=len)
+        here = here[key]
     _put(here, keys, text)
-    return None
+    return made
+
+
+def _is_value(here: Any) -> bool:
+    return not isinstance(here, dict | list)
 
 
 def _put(here: Any, keys: Sequence[str | int], text: str) -> None:

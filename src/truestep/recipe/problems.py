@@ -83,18 +83,19 @@ def _keys(detail: ErrorDetails, raw: Any) -> Keys:
 
 def _problem(keys: Keys, errors: list[ErrorDetails], raw: Any) -> Problem:
     path, here, error = show(keys, raw), place(Recipe, keys), errors[0]
-    about = f" ({here.info.description})" if here.info is not None else ""
-    value = value_words(error["input"])
-    if error["type"] == "missing":
-        return Problem(path, f"is missing; add it: {type_words(here.annotation)}{about}.")
-    if error["type"] == "extra_forbidden" and here.section is not None:
+    kind, value = error["type"], value_words(error["input"])
+    if kind == "extra_forbidden" and here.section is not None:
         return Problem(path, f"is not a field; {_nearest(str(keys[-1]), here.section)}")
-    if error["type"] == "value_error":
+    info = here.info
+    about = f" ({info.description})" if info is not None else ""
+    words = field_words(info) if info and here.annotation is info.annotation else type_words(here.annotation)
+    if kind == "missing":
+        return Problem(path, f"is missing; it takes: {words}{about}.")
+    if kind == "value_error":
         return Problem(path, f"is {value}: {error['msg'].removeprefix('Value error, ')}{about}.")
-    if error["type"] == "string_pattern_mismatch":
-        return Problem(path, f"is {value}, but must match {error.get('ctx', {}).get('pattern')}{about}.")
-    words = field_words(here.info) if here.info and here.annotation is here.info.annotation else None
-    return Problem(path, f"is {value}, but must be {words or type_words(here.annotation)}{about}.")
+    if kind == "string_pattern_mismatch":
+        words = f"text that matches {error.get('ctx', {}).get('pattern')}"
+    return Problem(path, f"is {value}; it takes: {words}{about}.")
 
 
 def _nearest(name: str, section: type[Section]) -> str:

@@ -226,7 +226,7 @@ class RunLog:
             os.fsync(old)
             os.close(old)
 
-    def append(self, kind: str, **values: Any) -> None:
+    def append(self, kind: str, /, **values: Any) -> None:
         """Write one record of `kind` (a key of KINDS), at once. TypeError on missing, unknown or non-JSON fields."""
         KINDS[kind](**values)  # the dataclass checks the names
         values = {name: value for name, value in values.items() if value is not None}

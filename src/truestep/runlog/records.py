@@ -29,6 +29,7 @@ class AttemptStart:
     digests: dict[str, str]  # what, where, bits
     versions: dict[str, str]
     devices: dict[str, int]
+    run: str | None = None  # name of the run
     stages: list[str] = field(default_factory=list)  # names, in the recipe's order
     launched_s: float | None = None  # Unix time at which the command was given; else the time of this record counts
     price_per_device_hour: float | None = None
@@ -42,7 +43,7 @@ class StageStart:
     """A stage begins or goes on. FLOPs are of training (forward and backward) per token, by the rule that is named."""
 
     stage: str
-    kind: str
+    stage_kind: str
     steps: int  # planned for the whole stage
     start_step: int = 0  # steps that were already done
     tokens: int | None = None  # planned for the whole stage
@@ -76,7 +77,7 @@ class Data:
     licence: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One optimizer step. `loss` is the mean per target over the global batch; `step_s` is the step's whole wall time,
     the wait for data (`data_s`) included, evaluations and checkpoint stalls excluded."""
@@ -92,6 +93,7 @@ class Step:
     data_s: float | None = None
     clip: float | None = None  # factor applied to the gradient
     skipped: bool = False  # the update was not applied
+    metrics: dict[str, float] = field(default_factory=dict)  # what else the loss reports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,7 @@ class Eval:
     bits_per_byte: float | None = None
     bytes: int | None = None
     data: str | None = None
+    method: str | None = None  # how bytes were counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +171,7 @@ class Gate:
     stage: str
     verdict: Literal["pass", "fail", "undecided", "void", "ungated"]
     reason: str
-    kind: str | None = None
+    gate_kind: str | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -210,9 +213,9 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """The attempt ended in order."""
+    """The attempt ended in order: the run is finished, was politely stopped, met a gate, or failed with `error`."""
 
-    reason: Literal["finished", "interrupted", "failed"]
+    reason: Literal["finished", "stopped", "gate", "failed"]
     error: str | None = None
 
 
@@ -240,7 +243,7 @@ _FIELDS = {kind: {f.name: f for f in fields(cls)} for kind, cls in KINDS.items()
 _FLOATS = {cls: [f.name for f in fields(cls) if f.type in (float, float | None)] for cls in KINDS.values()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """One line of the log. `data` is an instance of the kind's class; of a kind unknown to this version, its fields."""
 

@@ -1,0 +1,133 @@
+"""The shards of a build become one store: copies are dropped, and what came in is held against what went out."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truestep.data.dedup import NUM_HASHES, SHINGLE_WORDS, exact_copies, near_copies, rows_per_band
+from truestep.data.shard_work import Amount, Part
+from truestep.data.store import StoreWriter, TokenStore
+from truestep.data.tokenizer import Tokenizer
+from truestep.errors import DataError
+from truestep.recipe.data import DataSection
+
+_APPEND_DOCUMENTS = 4096
+
+
+def merge(
+    folder: Path, parts: list[Part], tokenizer: Tokenizer, section: DataSection, facts: dict[str, Any]
+) -> TokenStore:
+    """Write the documents of `parts` in order to a store at `folder`. `facts` goes into the report with the counts.
+    DataError if no document is left."""
+    documents = np.concatenate([part.documents for part in parts]) if parts else np.empty(0, dtype=np.int64)
+    copies = _copies(parts, documents, section)
+    counts = _counts(parts, copies)
+    keep = ~np.any([dropped for dropped in copies.values()], axis=0) if copies else np.ones(len(documents), dtype=bool)
+    if not keep.any():
+        raise DataError(f"{section.path or section.source}: the corpus is empty: no document is left {_sums(counts)}.")
+    try:
+        with StoreWriter(folder, tokenizer.vocab_size, tokenizer.eod_id) as writer:
+            first = 0
+            for part in parts:
+                _append(writer, part, keep[first : first + len(part.documents)])
+                first += len(part.documents)
+            out = Amount(writer.num_documents, writer.num_bytes, writer.num_tokens)
+            report = _report(counts, out) | _lossiness(documents[keep]) | facts
+            if section.dedup == "near":
+                report["near"] = _near_facts(section.near_threshold)
+            tokenizer.save(folder / "tokenizer")
+            return writer.finish(report)
+    except BaseException:
+        shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+        if folder.exists() and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+
+
+def _copies(parts: list[Part], documents: np.ndarray, section: DataSection) -> dict[str, np.ndarray]:
+    """For each reason, which documents it drops; no document for two reasons."""
+    if section.dedup == "none" or not len(documents):
+        return {}
+    copies = {"exact_duplicate": exact_copies(documents["hash"])}
+    if section.dedup == "near":
+        signatures = np.concatenate([part.signatures() for part in parts])
+        sets = [one for part in parts for one in part.shingle_sets()]
+        alive = ~copies["exact_duplicate"]
+        copies["near_duplicate"] = near_copies(signatures, sets, alive, section.near_threshold)
+    return copies
+
+
+def _append(writer: StoreWriter, part: Part, keep: np.ndarray) -> None:
+    if keep.all():
+        writer.append_store(part.store)
+        return
+    kept = np.flatnonzero(keep)
+    for start in range(0, len(kept), _APPEND_DOCUMENTS):
+        chosen = kept[start : start + _APPEND_DOCUMENTS]
+        ids = [part.store.document(document) for document in chosen.tolist()]
+        writer.append_many(ids, int(part.documents["num_bytes"][chosen].sum()))
+
+
+def _counts(parts: list[Part], copies: dict[str, np.ndarray]) -> dict[str, Amount]:
+    """Amounts by reason, over all parts."""
+    counts: dict[str, Amount] = {}
+    for part in parts:
+        for reason, amount in part.counts.items():
+            counts.setdefault(reason, Amount()).add(amount.documents, amount.bytes, amount.tokens)
+    first = 0
+    for part in parts:
+        places = np.arange(len(part.documents) + 1)
+        lengths = np.diff(part.store.offsets_at(places))
+        for reason, dropped in copies.items():
+            here = dropped[first : first + len(part.documents)]
+            num_bytes = int(part.documents["num_bytes"][here].sum())
+            counts.setdefault(reason, Amount()).add(int(here.sum()), num_bytes, int(lengths[here].sum()))
+        first += len(part.documents)
+    return counts
+
+
+def _report(counts: dict[str, Amount], out: Amount) -> dict[str, Any]:
+    """What came in, was dropped by reason, and went out. RuntimeError if that does not add up: then documents were lost
+    or doubled on the way, and the store must not be used."""
+    came = counts["in"]
+    others = {reason: amount for reason, amount in counts.items() if reason != "in"}
+    for unit in ("documents", "bytes", "tokens"):
+        accounted = getattr(out, unit) + sum(getattr(amount, unit) for amount in others.values())
+        if getattr(came, unit) != accounted:
+            raise RuntimeError(f"{getattr(came, unit)} {unit} came in, but {accounted} are accounted for")
+    other_split = others.pop("other_split")
+    return {
+        "in": asdict(came),
+        "other_split": {"documents": other_split.documents, "bytes": other_split.bytes},
+        "dropped": {reason: asdict(amount) for reason, amount in others.items()},
+        "out": asdict(out),
+    }
+
+
+def _lossiness(documents: np.ndarray) -> dict[str, Any]:
+    """Where the ids of a text do not stand for as many bytes as it has (a normalizer, an added space, unknown words):
+    bits per byte must be counted with the text's bytes."""
+    differ = documents["num_bytes"] != documents["bytes_by_ids"]
+    return {"bytes_by_ids": int(documents["bytes_by_ids"].sum()), "documents_not_lossless": int(differ.sum())}
+
+
+def _near_facts(threshold: float) -> dict[str, Any]:
+    rows = rows_per_band(threshold)
+    return {
+        "threshold": threshold,
+        "shingle_words": SHINGLE_WORDS,
+        "hashes": NUM_HASHES,
+        "rows_per_band": rows,
+        "bands": NUM_HASHES // rows,
+        "decided_by": "exact Jaccard similarity of the shingle sets",
+    }
+
+
+def _sums(counts: dict[str, Amount]) -> str:
+    if not counts:
+        return "(0 came in)"
+    parts = [f"{amount.documents} {reason.replace('_', ' ')}" for reason, amount in counts.items() if reason != "in"]
+    return f"({counts['in'].documents} came in; {', '.join(parts)}); check the path and the filters"

@@ -1,0 +1,52 @@
+"""The tokenizer of a recipe: raw bytes, one from a file, or a BPE trained on a sample of the data."""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from truestep.data.shard_work import in_split, text_hash
+from truestep.data.sources.registry import open_source, read
+from truestep.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
+from truestep.errors import DataError
+from truestep.recipe.data import DataSection, TokenizerSection
+
+_PIECE_CHARACTERS = 4096
+
+
+def make_tokenizer(section: TokenizerSection, data: Iterable[DataSection], cache: Path) -> Tokenizer:
+    """The tokenizer that `section` asks for; `data` are the sections to train a BPE on, and `cache` a folder for
+    what has to be fetched. The same inputs give the same tokenizer."""
+    if section.kind == "bytes":
+        return bytes_tokenizer()
+    if section.kind == "file":
+        if section.path is None:
+            raise DataError("tokenizer.kind = 'file' needs tokenizer.path: a tokenizer.json or a folder with one.")
+        return load_tokenizer(section.path, eod=section.eod, cache=cache)
+    texts = (text for one in data for text in section_texts(one, cache))
+    return train_bpe(even_sample(texts, section.sample), section.vocab_size)
+
+
+def section_texts(section: DataSection, cache: Path) -> Iterator[str]:
+    """The texts of a section's split."""
+    for document in read(open_source(section, cache)):
+        if document.text is None:
+            raise DataError(f"{document.origin}: is tokenised already, so no tokenizer can be trained on it; use text.")
+        if in_split(text_hash(document.text.encode("utf-8", "surrogatepass")), section.split, section.holdout):
+            yield document.text
+
+
+def even_sample(texts: Iterable[str], sample_bytes: int) -> list[str]:
+    """About `sample_bytes` bytes of text, evenly from all of it: texts are cut in pieces of 4,096 characters, and those
+    with the smallest hashes are kept. So every piece has the same chance, whatever the order of the texts, and only the
+    sample is held in memory."""
+    kept: list[tuple[int, int, str]] = []  # a heap with the largest hash on top
+    size = 0
+    for text in texts:
+        for start in range(0, len(text), _PIECE_CHARACTERS):
+            piece = text[start : start + _PIECE_CHARACTERS]
+            data = piece.encode("utf-8", "surrogatepass")
+            heapq.heappush(kept, (-text_hash(data), len(data), piece))
+            size += len(data)
+            while size > sample_bytes and len(kept) > 1:
+                size -= heapq.heappop(kept)[1]
+    return [piece for _, _, piece in sorted(kept, reverse=True)]

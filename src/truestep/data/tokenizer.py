@@ -1,0 +1,250 @@
+"""Tokenizers: one wrapper over the library `tokenizers` for trained, loaded and raw-byte vocabularies. Torch-free.
+
+Text is only ever text: what spells a special token (`<|endoftext|>`, `<|im_end|>`) is encoded as ordinary characters,
+and no special token is added by itself. Added tokens that a file marks as *not* special are part of its ordinary
+vocabulary and are used, as in Hugging Face with `split_special_tokens=True`.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from truestep.data.blocks import canonical, publish, writing
+from truestep.data.hub import look_up
+from truestep.data.token_bytes import byte_alphabet, token_byte_lengths
+from truestep.errors import DataError
+
+END = "<|endoftext|>"
+_UNREACHABLE = "\ufdd0"  # a code point that is no character: no text can spell what follows it
+_KEPT_CONFIG = ("bos_token", "pad_token", "unk_token", "chat_template", "model_max_length", "padding_side")
+
+
+class Tokenizer:
+    """Text to ids and back. `vocab_size` is the largest id + 1; `eod_id` ends a document; `fingerprint` covers all that
+    decides ids. `origin` says where it came from (a hub id with its commit, a path, or how it was made)."""
+
+    def __init__(self, spec: dict[str, Any], eod: str, *, config: dict[str, Any] | None = None, origin: str = ""):
+        """`spec` is the content of a tokenizer.json; `eod` a token in it; `config` that of tokenizer_config.json."""
+        spec = spec | {"truncation": None, "padding": None}
+        spec["model"] = _model_without_chance(spec)
+        self.origin, self._config = origin, config or {}
+        self._tokenizer = _from_spec(spec, origin)
+        found = self._tokenizer.token_to_id(eod)
+        if found is None:
+            raise DataError(f"{origin}: has no token {eod!r} to end documents with; set tokenizer.eod to one it has.")
+        self._tokenizer.add_special_tokens([AddedToken(eod, special=True, normalized=False)])
+        self.eod, self.eod_id = eod, found
+        self._spec: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self._special = {t["content"]: t["id"] for t in self._spec["added_tokens"] if t["special"]}
+        self._forbidden = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may become
+        self._forbidden[[i for t, i in self._special.items() if t != _unknown_token(self._spec)]] = True
+        self._encoder = _from_spec(_without_reachable_specials(self._spec), origin)
+        self._encoder.encode_special_tokens = True
+        self._raw_bytes = _is_raw_bytes(self._spec)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int64, without any special token."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` for many texts at once, in parallel where the library may."""
+        if self._raw_bytes:
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        all_ids = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        for ids, text in zip(all_ids, texts):
+            if self._forbidden[ids].any():
+                self._refuse(ids, text)
+        return all_ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def byte_lengths(self) -> np.ndarray:
+        """int64 [vocab_size]: bytes of UTF-8 text that each id stands for, from the vocabulary itself and not from
+        decoded text, in which a part of a character would count as three; 0 for special tokens and unused ids."""
+        return self._byte_lengths.copy()
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
+        return token_byte_lengths(self._spec, self._tokenizer.get_vocab(), self.vocab_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the canonical content of tokenizer.json and the end-of-document token."""
+        return hashlib.sha256(canonical([self._spec, self.eod])).hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer loads with the same ids.
+        Settings that would run code from elsewhere (`auto_map`) are not carried over."""
+        folder = Path(folder)
+        config = {name: self._config[name] for name in _KEPT_CONFIG if self._config.get(name) is not None}
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eod}
+        config |= {"clean_up_tokenization_spaces": False}
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            publish(folder / "tokenizer.json", json.dumps(self._spec, ensure_ascii=False).encode())
+            publish(folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1).encode())
+
+    def _refuse(self, ids: np.ndarray, text: str) -> None:
+        bad = int(ids[self._forbidden[ids]][0])
+        token = next(t for t, i in self._special.items() if i == bad)
+        at = max(0, text.find(token))
+        raise DataError(
+            f"the text {text[at : at + 40]!r} spells the special token {token!r} (id {bad}), which this tokenizer "
+            f"cannot encode as ordinary text; remove it from the text or use a byte-level tokenizer."
+        )
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """ids 0-255 are bytes, 256 ends a document."""
+    vocab = {character: byte for byte, character in enumerate(byte_alphabet())} | {END: 256}
+    return _byte_level(models.BPE(vocab=vocab, merges=[]), "bytes")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE with `vocab_size` ids: <|endoftext|> is 0, then the 256 bytes, then merges. The same texts give
+    the same tokenizer. DataError if they hold too few different words for so many merges."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        show_progress=False,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    learner = tokenizers.Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learner.train_from_iterator(texts, trainer)
+    if learner.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"tokenizer: the text is too small for vocab_size {vocab_size} (only {learner.get_vocab_size()} tokens "
+            f"were found); lower tokenizer.vocab_size or give more text."
+        )
+    return _byte_level(learner.model, f"byte-level BPE of {vocab_size} trained on the data")
+
+
+def load_tokenizer(path: str | Path, *, eod: str | None = None, cache: Path = Path()) -> Tokenizer:
+    """A tokenizer.json, a folder that holds one, or a hub id owner/name@revision (fetched into `cache`). `eod` is by
+    default the eos token named next to it. Only JSON is read: code and pickles in the folder are left alone."""
+    text = str(path)
+    if not Path(path).exists() and "@" in text:
+        return _from_hub(text, eod, cache)
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise DataError(f"{file} does not exist; give a tokenizer.json, a folder with one, or owner/name@revision.")
+    return _from_files({name: file.with_name(name) for name in _FILES} | {"tokenizer.json": file}, eod, text)
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """DataError if the tokenizer has ids that a model with `vocab_size` rows of embedding lacks."""
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer ({tokenizer.origin}) has {tokenizer.vocab_size} ids but model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size to at least {tokenizer.vocab_size}."
+        )
+
+
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def _byte_level(model: Any, origin: str) -> Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    return Tokenizer(json.loads(tokenizer.to_str()), END, origin=origin)
+
+
+def _from_hub(name: str, eod: str | None, cache: Path) -> Tokenizer:
+    repo, _, revision = name.rpartition("@")
+    found = look_up(repo, revision, "model", cache)
+    paths = {}
+    for file in found.files:
+        if file.name in _FILES:
+            with file.here() as path:
+                paths[file.name] = path
+    if "tokenizer.json" not in paths:
+        raise DataError(f"hub repository {repo}@{found.commit} has no tokenizer.json; name another repository.")
+    return _from_files(paths, eod, f"{repo}@{found.commit}")
+
+
+def _from_files(paths: dict[str, Path], eod: str | None, origin: str) -> Tokenizer:
+    read = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
+    config = read.get("special_tokens_map.json", {}) | read.get("tokenizer_config.json", {})
+    named = eod or config.get("eos_token")
+    if isinstance(named, dict):
+        named = named.get("content")
+    if not named:
+        raise DataError(f"{origin}: names no eos token; set tokenizer.eod to the token that ends a document.")
+    return Tokenizer(read["tokenizer.json"], named, config=config, origin=origin)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; check that it may be read.") from error
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}; fetch or save the tokenizer again.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__}, not an object; fetch or save the tokenizer again.")
+    return value
+
+
+def _from_spec(spec: dict[str, Any], origin: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"{origin}: is not a tokenizer.json ({error}); fetch or save the tokenizer again.") from error
+
+
+def _model_without_chance(spec: dict[str, Any]) -> dict[str, Any]:
+    model = dict(spec.get("model") or {})
+    return model | {"dropout": None} if "dropout" in model else model
+
+
+def _unknown_token(spec: dict[str, Any]) -> str | None:
+    model = spec["model"]
+    if model.get("unk_id") is not None:
+        return model["vocab"][model["unk_id"]][0]
+    return model.get("unk_token")
+
+
+def _without_reachable_specials(spec: dict[str, Any]) -> dict[str, Any]:
+    """Models that look whole pieces up in their vocabulary would give a special token for its spelling even where the
+    library does not search for it; here those pieces get names that no text has. (BPE gets there by merges only.)"""
+    model = spec["model"]
+    if model.get("type") == "BPE":
+        return spec
+    hidden = {t["content"] for t in spec["added_tokens"] if t["special"]} - {_unknown_token(spec)}
+    rename = {token: _UNREACHABLE + token for token in hidden}
+    if isinstance(model["vocab"], dict):
+        vocab: Any = {rename.get(token, token): i for token, i in model["vocab"].items()}
+        renamed = hidden & model["vocab"].keys()
+    else:
+        vocab = [[rename.get(token, token), score] for token, score in model["vocab"]]
+        renamed = hidden & {token for token, _ in model["vocab"]}
+    added = [t for t in spec["added_tokens"] if t["content"] not in renamed]
+    return spec | {"model": model | {"vocab": vocab}, "added_tokens": added}
+
+
+def _is_raw_bytes(spec: dict[str, Any]) -> bool:
+    """Whether ids are simply the bytes of the text: the vocabulary of `bytes_tokenizer`."""
+    model, split = spec["model"], spec["pre_tokenizer"] or {}
+    plain = split.get("type") == "ByteLevel" and not split.get("add_prefix_space") and spec["normalizer"] is None
+    vocab = model.get("vocab")
+    return (
+        plain
+        and model.get("merges") == []
+        and all(vocab.get(character) == byte for byte, character in enumerate(byte_alphabet()))
+        and all(token["special"] for token in spec["added_tokens"])
+    )

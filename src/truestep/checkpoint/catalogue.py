@@ -46,7 +46,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """The commits that count, oldest first; those the newest epoch names but that are gone; the newest epoch's number."""
+    """The commits that count, oldest first; those that the newest epoch names but that are gone; its number."""
 
     commits: list[Committed]
     lost: list[Committed]
@@ -103,7 +103,7 @@ def list_committed(store: Store) -> list[Committed]:
 
 
 def begin_epoch(store: Store, quarantine: Collection[str] = ()) -> Epoch:
-    """Fence off every earlier attempt: create the next epoch, which honours what counts now less the quarantined commits.
+    """Fence off every earlier attempt: create the next epoch, which honours what counts now less the quarantined.
 
     Rank 0 calls this once at the start of an attempt and gives the number to all ranks' Checkpointers. The store is
     probed on first use and refused if it cannot commit safely.
@@ -163,7 +163,7 @@ def read_manifest(store: Store, committed: Committed) -> Manifest:
 
 
 def newest(store: Store, quarantine: Collection[str] = ()) -> Committed | None:
-    """The newest honoured commit whose manifest verifies and which is not quarantined (by key); None if there is none."""
+    """The newest honoured commit whose manifest verifies and that is not quarantined (by key), if there is one."""
     for committed in reversed(list_committed(store)):
         if committed.key not in quarantine:
             try:

@@ -8,12 +8,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 
 from truestep.checkpoint.catalogue import Committed
 from truestep.checkpoint.codec import plan_from_json, plan_to_json
-from truestep.checkpoint.control import Group, Round, clone
+from truestep.checkpoint.control import Group, KeyValue, Round
 from truestep.checkpoint.manifest import plain
 from truestep.checkpoint.staging import Stage, as_they_are, find_aliases
 from truestep.checkpoint.writer import BlockWriter, StagedPlanner, result_from_json, result_to_json
@@ -72,7 +71,7 @@ class Checkpointer:
         attempt: int,
         rank: int,
         world: int,
-        kv: dist.Store | None,
+        kv: KeyValue | None,
         block_bytes: int,
         deadline_s: float,
         facts: Mapping[str, Any] | None = None,
@@ -80,7 +79,7 @@ class Checkpointer:
         if block_bytes < 16 or block_bytes % 16:
             raise CheckpointError(f"a block of {block_bytes} bytes is not a multiple of 16; correct checkpoint.block")
         self.store, self.attempt, self.rank, self.block_bytes = store, attempt, rank, block_bytes
-        own = None if kv is None else clone(kv, deadline_s)
+        own = None if kv is None else kv.clone()  # a connection of its own: the caller must never wait for it
         self.group = Group.of(own, rank, world, deadline_s, f"save-{attempt}")
         self.facts = {"torch": torch.__version__, "world": world, **plain(dict(facts or {}), "facts")}
         self.stage = Stage()
@@ -181,7 +180,7 @@ class Checkpointer:
         """Rank 0: merge all plans (each replica's part once), check that they cover every tensor, give them out."""
         proposals = job.round.gather("plan")
         plans = [plan_from_json(proposal["items"]) for proposal in proposals]
-        for rank, proposal in enumerate(proposals):
+        for proposal in proposals:
             job.writer.aliases.update(proposal["aliases"])
         for rank, plan in enumerate(plans):
             for item in plan.items:

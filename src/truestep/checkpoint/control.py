@@ -4,10 +4,7 @@ import itertools
 import json
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
+from typing import Any, Protocol
 
 from truestep.errors import CheckpointError
 
@@ -21,29 +18,62 @@ class Abandoned(CheckpointError):
     """Another rank failed, or did not answer in time."""
 
 
+class KeyValue(Protocol):
+    """What is used of a c10d store (torch.distributed.Store)."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def clone(self) -> "KeyValue": ...
+
+
+class Alone:
+    """The key-value store of a lone process: a dict."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key: str, /) -> bool:
+        return self.values.pop(key, None) is not None
+
+    def clone(self) -> "Alone":
+        return self
+
+
 @dataclass
 class Group:
     """The ranks that save and load together, and the c10d store through which they talk."""
 
-    kv: dist.Store
+    kv: KeyValue
+    prefix: str
     rank: int
     world: int
     deadline_s: float
     rounds: int = field(default=0)
 
     @staticmethod
-    def of(kv: dist.Store | None, rank: int, world: int, deadline_s: float, name: str = "load") -> "Group":
+    def of(kv: KeyValue | None, rank: int, world: int, deadline_s: float, name: str = "load") -> "Group":
         """A group over `kv`; a lone process needs none. Every rank makes the same groups in the same order."""
         if kv is None:
             if world != 1:
                 raise CheckpointError(f"{world} ranks cannot agree on a checkpoint without a key-value store; give one")
-            kv = dist.HashStore()
-        return Group(dist.PrefixStore(f"checkpoint/{name}/{next(_GROUPS)}", kv), rank, world, deadline_s)
+            kv = Alone()
+        return Group(kv, f"checkpoint/{name}/{next(_GROUPS)}", rank, world, deadline_s)
 
     def round(self, kind: str) -> "Round":
         """The next round; every rank starts the same rounds in the same order."""
         self.rounds += 1
-        return Round(self, f"{kind}/{self.rounds}", time.monotonic() + self.deadline_s)
+        return Round(self, f"{self.prefix}/{kind}/{self.rounds}", time.monotonic() + self.deadline_s)
 
     def agree(self, kind: str, error: Exception | None) -> str | None:
         """The first failure among all ranks, as a sentence, or None if every rank is well. All ranks call this."""
@@ -98,10 +128,3 @@ class Round:
     def gather(self, key: str) -> list[Any]:
         """One message of every rank, in rank order."""
         return [self.take_once(f"{key}/{rank}") for rank in range(self.group.world)]
-
-
-def clone(kv: dist.Store, timeout_s: float) -> dist.Store:
-    """The same keys over a connection of its own, so that a background thread never blocks the caller's."""
-    copy = kv.clone()
-    copy.set_timeout(timedelta(seconds=timeout_s))
-    return copy

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as canonical JSON: tensors cut in chunks, chunks cut in blocks with a digest each. Torch-free.
+"""What a checkpoint holds, as canonical JSON: tensors cut in chunks, chunks in blocks with a digest each. Torch-free.
 
 A chunk is a box of a tensor, stored as raw little-endian bytes in row order. Chunks lie in an object one after the
 other with nothing between, wider elements first, so every byte belongs to a block and every chunk is aligned.

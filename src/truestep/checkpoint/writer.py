@@ -86,7 +86,7 @@ class BlockWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks to one object. Each block is hashed from the staged tensor, then handed to the store."""
+        """Write this rank's chunks to one object; each block is hashed from the staged tensor, before it is written."""
         key = f"{self.folder}/rank-{self.rank:05d}.bin"
         items = sorted(plan.items, key=lambda item: -write_data(item).properties.dtype.itemsize)
         results: list[WriteResult] = []
@@ -109,7 +109,7 @@ class BlockWriter(StorageWriter):
                 start += len(view)
 
         size = sum(write_data(item).chunk.sizes.numel() * write_data(item).properties.dtype.itemsize for item in items)
-        if size and self.store.put(key, pieces(), size) != size:
+        if size and self.store.put_parts(key, pieces(), size) != size:
             raise CheckpointError(f"{self.store.url}/{key}: not all of the {size} planned bytes were written")
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)

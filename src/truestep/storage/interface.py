@@ -41,11 +41,12 @@ class Store(Protocol):
     url: str
     event: Event
 
-    def put(self, key: str, data: Data | Iterable[Data], size: int | None = None) -> int:
-        """Store the bytes (streamed if an iterable; `size` is then a hint) and return how many there were.
+    def put(self, key: str, data: Data) -> None:
+        """Store the bytes. Writers use a name only once; a local store refuses a second put of the same name."""
+        ...
 
-        Writers use a name only once; a local store refuses a second put of the same name.
-        """
+    def put_parts(self, key: str, parts: Iterable[Data], size: int) -> int:
+        """Store `size` bytes that come in parts, without holding them all; returns how many there were."""
         ...
 
     def create(self, key: str, data: Data) -> None:

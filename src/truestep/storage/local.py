@@ -22,6 +22,7 @@ _REASONS = {
     errno.EACCES: "no permission; give this user access to it, or name another place",
     errno.EPERM: "the operation is not permitted; give this user access to it, or name another place",
     errno.EROFS: "the file system is read-only; mount it writable, or name another place",
+    errno.EEXIST: "a part of the path is a file, not a folder; name another place",
     errno.ENOTDIR: "a part of the path is a file, not a folder; name another place",
     errno.EIO: "the device reports an input/output error; check the disk",
 }
@@ -52,6 +53,13 @@ def _make_folder(folder: Path) -> None:
     fsync_folder(folder.parent)
 
 
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise KeyExists(f"{path}: exists already and was left as it is; committed objects are never replaced") from None
+
+
 class LocalStore:
     """Objects as files below `root`. `create` and `put` both refuse a name that is taken."""
 
@@ -66,35 +74,33 @@ class LocalStore:
             raise StorageError(f"{self.url}: '{key}' is not a key (an empty part, '.' or '..'); use a/b/c")
         return self.root.joinpath(*parts)
 
-    def put(self, key: str, data: Data | Iterable[Data], size: int | None = None) -> int:
+    def put(self, key: str, data: Data) -> None:
+        self.put_parts(key, [data], len(data))
+
+    def put_parts(self, key: str, parts: Iterable[Data], size: int) -> int:
         path = self._path(key)
         temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-        pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
         try:
             _make_folder(path.parent)
             try:
-                written = self._write(temporary, key, pieces)
-                os.link(temporary, path)
+                written = self._write(temporary, key, parts)
+                _link(temporary, path)
                 self.event(f"{key}: linked")
             finally:
                 temporary.unlink(missing_ok=True)
             fsync_folder(path.parent)
-        except FileExistsError:
-            raise KeyExists(
-                f"{path}: exists already and was left as it is; committed objects are never replaced"
-            ) from None
         except OSError as error:
             raise _said(error, "write it", path) from None
         self.event(f"{key}: folder synced")
         return written
 
-    def _write(self, temporary: Path, key: str, pieces: Iterable[Data]) -> int:
+    def _write(self, temporary: Path, key: str, parts: Iterable[Data]) -> int:
         written = 0
         with open(temporary, "xb", buffering=1 << 20) as file:
             self.event(f"{key}: opened")
-            for piece in pieces:
-                file.write(piece)
-                written += len(piece)
+            for part in parts:
+                file.write(part)
+                written += len(part)
             file.flush()
             self.event(f"{key}: written")
             os.fsync(file.fileno())

@@ -90,24 +90,25 @@ class ObjectStore:
         except _FAILURES as error:
             raise _said(error, self.url, "", "open it") from None
 
-    def put(self, key: str, data: Data | Iterable[Data], size: int | None = None) -> int:
-        whole = isinstance(data, bytes | bytearray | memoryview)
+    def put(self, key: str, data: Data) -> None:
+        self.put_parts(key, [data], len(data))
+
+    def put_parts(self, key: str, parts: Iterable[Data], size: int) -> int:
         written = 0
 
         def counted() -> Iterator[Data]:
             nonlocal written
-            for piece in [data] if whole else data:
-                written += len(piece)
-                yield piece
+            for part in parts:
+                written += len(part)
+                yield part
 
-        total = len(data) if whole else size or 0
         try:
             self.event(f"{key}: upload starts")
             obstore.put(
                 self.backend,
                 key,
-                b"".join(counted()) if total <= PART_BYTES else counted(),
-                chunk_size=max(PART_BYTES, -(-total // MAX_PARTS)),
+                b"".join(counted()) if size <= PART_BYTES else counted(),
+                chunk_size=max(PART_BYTES, -(-size // MAX_PARTS)),
                 max_concurrency=UPLOADS_AT_ONCE,
             )
         except _FAILURES as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from truestep.data.blocks import BlockWriter, commit_folder
+from truestep.data.blocks import BlockWriter, canonical, commit_folder, digest
 from truestep.data.store import FORMAT, StoreWriter, TokenStore, id_type
 
 EOD = 0
@@ -18,15 +18,6 @@ def make_store(
     """Documents as given, each followed by EOD (0)."""
     with StoreWriter(path, vocab_size, EOD, block_bytes=block_bytes) as writer:
         writer.append_many([np.array(ids, dtype=np.int64) for ids in documents], sum(map(len, documents)))
-        return writer.finish({})
-
-
-def numbered_store(path: Path, lengths: Sequence[int], block_bytes: int = 1 << 10) -> TokenStore:
-    """Documents of these lengths (EOD included, so at least 1) whose tokens count up from 1 over the whole store."""
-    first = np.cumsum([0, *lengths]) + 1
-    documents = [np.append(np.arange(a, a + n - 1), EOD) for a, n in zip(first, lengths)]
-    with StoreWriter(path, 1 << 20, EOD, block_bytes=block_bytes) as writer:
-        writer.append_many(documents, 0)
         return writer.finish({})
 
 
@@ -56,3 +47,17 @@ def sparse_store(path: Path, offsets: np.ndarray, vocab_size: int = 50_000, bloc
     header |= {"num_documents": len(offsets) - 1, "num_bytes": 0, "report": {}}
     commit_folder(path, FORMAT, (tokens, starts), header)
     return TokenStore.open(path)
+
+
+def memory_store(documents: Sequence[Sequence[int]], name: str = "memory") -> TokenStore:
+    """Documents exactly as given, nothing added, on no disk."""
+    ids = np.array([i for document in documents for i in document], dtype=np.uint16)
+    offsets = np.cumsum([0, *map(len, documents)])
+    fingerprint = digest(canonical([list(map(int, d)) for d in documents]))
+    return TokenStore(Path(name), ids, lambda index: offsets[index], len(documents), fingerprint, {})
+
+
+def numbered(lengths: Sequence[int], first: int = 1) -> TokenStore:
+    """Documents of these lengths whose tokens count up from `first` over the whole store."""
+    starts = np.cumsum([first, *lengths])
+    return memory_store([range(a, a + n) for a, n in zip(starts, lengths)])

@@ -19,7 +19,7 @@ documents = st.lists(st.lists(st.integers(1, 999), min_size=1, max_size=40), min
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, quick_disk: None) -> Path:
     return tmp_path_factory.mktemp("stores")
 
 
@@ -75,10 +75,10 @@ def test_c03_ids_do_not_wrap(tmp_path: Path):
         writer.append(np.array([70_001]), 1)
         store = writer.finish({})
     assert contents(store) == [[70_001, EOD]] and store.header["id_type"] == "<u4"
-    with pytest.raises(DataError, match=r"id 70001 in document 1 is outside a vocabulary of 65536"):
-        with StoreWriter(tmp_path / "narrow", 65_536, EOD) as writer:
-            writer.append(np.array([65_535]), 1)
-            writer.append(np.array([70_001]), 1)
+    sentence = "id 70001 in document 1 is outside a vocabulary of 65536"
+    with pytest.raises(DataError, match=sentence), StoreWriter(tmp_path / "narrow", 65_536, EOD) as writer:
+        writer.append(np.array([65_535]), 1)
+        writer.append(np.array([70_001]), 1)
     assert not (tmp_path / "narrow").exists()
 
 
@@ -208,11 +208,11 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(StorageError, match=r"s: cannot write \(No space left on device\); free space"):
-        with StoreWriter(tmp_path / "s", 100, EOD) as writer:
-            writer.append(np.array([1]), 1)
-            monkeypatch.setattr("os.fsync", full)
-            writer.finish({})
+    sentence = r"s: cannot write \(No space left on device\); free space"
+    with pytest.raises(StorageError, match=sentence), StoreWriter(tmp_path / "s", 100, EOD) as writer:
+        writer.append(np.array([1]), 1)
+        monkeypatch.setattr("os.fsync", full)
+        writer.finish({})
     assert not (tmp_path / "s").exists()
 
 

@@ -31,8 +31,8 @@ def open_megatron(prefix: str | Path, *, vocab_size: int | None = None, eod_id: 
     bounds_at = pointers_at + 8 * num_sequences
     if len(index) < bounds_at + 8 * num_bounds or num_sequences == 0 or num_bounds < 2:
         raise DataError(
-            f"{index_path}: has {len(index)} bytes for {num_sequences} sequences and {num_bounds} document bounds, so it "
-            "is truncated or empty; copy it again"
+            f"{index_path}: has {len(index)} bytes for {num_sequences} sequences and {num_bounds} document bounds, so "
+            "it is truncated or empty; copy it again"
         )
     if int(index[17]) not in _TYPES:
         raise DataError(f"{index_path}: type code {index[17]} is no integer type; tokens must be integers")

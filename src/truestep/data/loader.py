@@ -49,7 +49,7 @@ class Corpus:
         return open_packing(self.packing, self.store, context, mask_documents, self.too_long, self.index_folder)
 
     def describe(self) -> dict[str, Any]:
-        fields = {"store": self.store.fingerprint, "weight": self.weight, "max_epochs": self.max_epochs}
+        fields = {"store": self.store.fingerprint, "weight": float(self.weight), "max_epochs": self.max_epochs}
         return fields | {"packing": self.packing} | ({"too_long": self.too_long} if self.packing == "best-fit" else {})
 
 
@@ -158,12 +158,7 @@ class Loader:
 def microbatches(loader: Loader, start: int, stop: int, rank: int, world: int, rows: int) -> list[Batch]:
     """This rank's part of the global batch of trained rows [start, stop): microbatch j holds rows [start + j rows,
     start + (j + 1) rows) and goes to rank j % world. All ranks get equally many; the last may be padding."""
-    if (stop - start) % rows:
-        raise DataError(
-            f"a step of {stop - start} rows is not a whole number of microbatches of {rows} rows; "
-            "change batch_tokens or machine.microbatch_rows"
-        )
-    num_microbatches = (stop - start) // rows
+    num_microbatches = _num_microbatches(start, stop, rows)
     mine = range(rank, num_microbatches, world)
     batches: list[Batch] = []
     if mine:
@@ -171,6 +166,15 @@ def microbatches(loader: Loader, start: int, stop: int, rank: int, world: int, r
         batches = _split(loader.rows(numbers.reshape(-1)), rows)
     missing = -(-num_microbatches // world) - len(mine)
     return batches + [padding(rows, loader.context)] * missing
+
+
+def _num_microbatches(start: int, stop: int, rows: int) -> int:
+    if (stop - start) % rows:
+        raise DataError(
+            f"a step of {stop - start} rows is not a whole number of microbatches of {rows} rows; "
+            "change batch_tokens or machine.microbatch_rows"
+        )
+    return (stop - start) // rows
 
 
 class Schedule(Protocol):
@@ -212,6 +216,8 @@ class Prefetcher:
                 f"the stage needs {self._rows_total()} rows of {loader.context} tokens, its data gives "
                 f"{loader.num_rows} under max_epochs; raise max_epochs, add data, or train on fewer tokens"
             )
+        for step in range(start_step, schedule.steps):
+            _num_microbatches(*schedule.rows(step), rows)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="data") if depth else None
         self._ahead: deque[Future] = deque()
         for _ in range(depth):

@@ -177,6 +177,11 @@ def _selected(
         if document.ids is None:
             data = _utf8(document)
             size = len(data)
+        elif job.near or job.runs is not None:
+            raise DataError(
+                f"{document.origin}: is tokenised already, so dedup = 'near' and decontaminate cannot read its words; "
+                f"take them out (dedup = 'exact' works)."
+            )
         else:
             data = np.ascontiguousarray(document.ids, dtype="<u4").tobytes()
             size = int(byte_lengths[_checked(document, len(byte_lengths))].sum())

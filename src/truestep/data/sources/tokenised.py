@@ -1,14 +1,15 @@
-"""Corpora that are already ids: Megatron-LM's .bin/.idx pairs and numpy's .npy (one or two dimensions of integers).
+"""Corpora that are already ids: Megatron-LM's .bin/.idx pairs, and numpy's .npy (one or two dimensions of integers).
 
-One local file is used where it lies, without a copy and without checksums; several files, remote ones, options that
-choose among documents, or options.copy = true make a verified store of truestep's own.
+The build copies them into a store with checksums. To read such files where they lie, see truestep.data.foreign.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from tempfile import TemporaryDirectory
+
+import numpy as np
 
 from truestep.data.foreign import open_megatron, open_npy
 from truestep.data.sources.base import Document, Shard
@@ -16,12 +17,15 @@ from truestep.data.sources.inputs import File, Inputs, reading
 from truestep.data.store import TokenStore
 from truestep.errors import DataError
 
+_READ_TOKENS = 2**22
+
 
 @dataclass(frozen=True)
 class TokenShard:
-    """The files of one store: a .npy, or a .bin and its .idx."""
+    """The files of one corpus: a .npy, or a .bin and its .idx."""
 
     files: tuple[File, ...]
+    eod_id: int | None = None
 
     @property
     def name(self) -> str:
@@ -33,68 +37,77 @@ class TokenShard:
 
     @property
     def stamp(self) -> str:
-        return " ".join(f.stamp for f in self.files)
+        return " ".join([*(f.stamp for f in self.files), str(self.eod_id)])
 
     def documents(self) -> Iterator[Document]:
         with reading(self.name), ExitStack() as stack:
-            store = open_tokens([stack.enter_context(file.here()) for file in self.files])
-            for number in range(store.num_documents):
-                yield Document(None, store.document(number), f"{self.name}, document {number}")
+            store = _opened([stack.enter_context(file.here()) for file in self.files], stack)
+            documents = range(store.num_documents)
+            parts = map(store.document, documents) if self.eod_id is None else _cut(store, self.eod_id)
+            for number, ids in enumerate(parts):
+                yield Document(None, ids, f"{self.name}, document {number}")
 
 
 @dataclass(frozen=True)
-class TokenSource:
-    """options: include and exclude (patterns for folders and globs), copy (make a verified store of truestep's own)."""
+class MegatronSource:
+    """`path` names the folder, a glob of both kinds of files, or a .bin and its .idx.
+    options: exclude (patterns for folders and globs)."""
 
     path: Inputs
-    include: Sequence[str] | None = None
     exclude: Sequence[str] = ()
-    copy: bool = False
-    suffixes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def notes(self) -> dict[str, str]:
         return {}
 
     def shards(self) -> list[Shard]:
-        first, *others = self.suffixes
-        patterns = [f"*{s}" for s in self.suffixes] if self.include is None else self.include
-        files = {f.url: f for f in self.path.files(patterns, self.exclude)}
-        shards: list[Shard] = []
-        for url, file in files.items():
-            if url.endswith(first):
-                base = url.removesuffix(first)
-                missing = [base + s for s in others if base + s not in files]
-                if missing:
-                    raise DataError(f"{url} lies without its {missing[0]}; name both files, or the folder of both.")
-                shards.append(TokenShard((file, *(files[base + s] for s in others))))
-        if not shards:
-            raise DataError(f"{next(iter(files))} is not a {first} file; correct `path` of the data section.")
-        return shards
-
-    def in_place(self, vocab_size: int, eod_id: int) -> TokenStore | None:
-        """The one local store behind the path; None where a copy has to be made."""
-        shards = self.shards()
-        if self.copy or len(shards) > 1:
-            return None
-        files = [Path(file.url) for file in shards[0].files] if isinstance(shards[0], TokenShard) else []
-        return open_tokens(files, vocab_size, eod_id) if all(f.is_file() for f in files) else None
+        files = {f.url: f for f in self.path.files(("*.bin", "*.idx"), self.exclude)}
+        bases = sorted({url.removesuffix(".bin").removesuffix(".idx") for url in files})
+        for url in (base + suffix for base in bases for suffix in (".bin", ".idx")):
+            if url not in files:
+                raise DataError(f"{url} is not among the inputs; Megatron data needs the .bin and the .idx file.")
+        return [TokenShard((files[f"{base}.bin"], files[f"{base}.idx"])) for base in bases]
 
 
-class MegatronSource(TokenSource):
-    """Megatron-LM's indexed datasets; `path` names the folder, a glob of .bin and .idx files, or both files."""
+@dataclass(frozen=True)
+class NpySource:
+    """numpy arrays; pickled objects in them are refused. One dimension is one long document, two are one a row.
+    options: include and exclude (patterns), eod_id (a document ends after each such id, whatever the dimensions)."""
 
-    suffixes = (".bin", ".idx")
+    path: Inputs
+    include: Sequence[str] = ("*.npy",)
+    exclude: Sequence[str] = ()
+    eod_id: int | None = None
+
+    @property
+    def notes(self) -> dict[str, str]:
+        return {}
+
+    def shards(self) -> list[Shard]:
+        return [TokenShard((file,), self.eod_id) for file in self.path.files(self.include, self.exclude)]
 
 
-class NpySource(TokenSource):
-    """numpy arrays; pickled objects in them are refused."""
+def _opened(files: Sequence[Path], stack: ExitStack) -> TokenStore:
+    if len(files) == 1:
+        return open_npy(files[0])
+    bin_file, idx_file = files
+    if bin_file.parent != idx_file.parent:  # fetched ones lie apart in the cache; the reader wants them side by side
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="truestep-")))
+        for file in files:
+            (folder / file.name).symlink_to(file.resolve())
+        return open_megatron(folder / bin_file.stem)
+    return open_megatron(bin_file.with_suffix(""))
 
-    suffixes = (".npy",)
 
-
-def open_tokens(files: Sequence[Path], vocab_size: int | None = None, eod_id: int | None = None) -> TokenStore:
-    """A .npy, or a .bin with its .idx, which may lie in two folders of a cache."""
-    if files[0].suffix == ".npy":
-        return open_npy(files[0], vocab_size=vocab_size, eod_id=eod_id)
-    return open_megatron(files[0].with_suffix(""), vocab_size=vocab_size, eod_id=eod_id)
+def _cut(store: TokenStore, eod_id: int) -> Iterator[np.ndarray]:
+    """The ids of a store in documents that end with `eod_id`, and what follows the last one."""
+    rest: list[np.ndarray] = []
+    for start in range(0, store.num_tokens, _READ_TOKENS):
+        ids = store.read(np.array([start]), np.array([min(_READ_TOKENS, store.num_tokens - start)]))
+        *whole, tail = np.split(ids, np.flatnonzero(ids == eod_id) + 1)
+        for part in whole:
+            yield np.concatenate([*rest, part])
+            rest = []
+        rest.append(tail)
+    if any(len(part) for part in rest):
+        yield np.concatenate(rest)

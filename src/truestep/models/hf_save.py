@@ -48,19 +48,14 @@ def save_hf(
     files = _plan({name: tensor for name, tensor in names.items() if name not in aliases}, dtype, shard_bytes)
     metadata = {"format": "pt"} | ({ALIASES: json.dumps(aliases)} if aliases else {})
     partial = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}.partial"
-    problem: str | None = None
-    try:
-        if writes:
-            _start(directory, partial)
-    except ModelError as error:
-        problem = str(error)
+    problem = _start(directory, partial) if writes else None
     for file, held in files.items():
         whole: dict[str, torch.Tensor] = {}
         for name in held:
             tensor = names[name].detach()
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # collective: also after a problem
             if writes and problem is None:
-                whole[name] = _own_memory(full.to("cpu", dtype or full.dtype))
+                whole[name] = _own_memory(full.to("cpu", _kept(full, dtype)))
         if writes and problem is None:
             problem = _attempt(directory, lambda file=file, whole=whole: save_file(whole, partial / file, metadata))
     if writes and problem is None:
@@ -87,12 +82,17 @@ def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _kept(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that is written: only floating-point tensors are cast."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
 def _plan(names: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_bytes: int) -> dict[str, list[str]]:
     """File name to the tensors it will hold, in order; a tensor larger than `shard_bytes` has a file of its own."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, tensor in names.items():
-        size = tensor.numel() * (dtype or tensor.dtype).itemsize
+        size = tensor.numel() * _kept(tensor, dtype).itemsize
         if groups[-1] and filled + size > shard_bytes:
             groups.append([])
             filled = 0
@@ -103,12 +103,10 @@ def _plan(names: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_by
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
 
 
-def _start(directory: Path, partial: Path) -> None:
+def _start(directory: Path, partial: Path) -> str | None:
     if directory.exists():
-        raise ModelError(f"{directory} exists already; export to a new name, nothing is overwritten.")
-    problem = _attempt(directory, lambda: partial.mkdir(parents=True))
-    if problem is not None:
-        raise ModelError(problem)
+        return f"{directory} exists already; export to a new name, nothing is overwritten."
+    return _attempt(directory, lambda: partial.mkdir(parents=True))
 
 
 def _attempt(directory: Path, action: Callable[[], object]) -> str | None:
@@ -137,7 +135,7 @@ def _finish(
         _write_json(partial / "generation_config.json", dict(generation))
     if len(files) > 1:
         weight_map = {name: file for file, held in files.items() for name in held}
-        total = sum(names[name].numel() * dtype.itemsize for name in weight_map)
+        total = sum(names[name].numel() * _kept(names[name], dtype).itemsize for name in weight_map)
         _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for file in TOKENIZER_FILES:
         if tokenizer_dir is not None and (tokenizer_dir / file).exists():

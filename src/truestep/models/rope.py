@@ -94,10 +94,6 @@ class _Rotate(torch.autograd.Function):
 
 def _turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     a, b = x.chunk(2, dim=-1)
-    if x.dtype != cos.dtype:
-        a, b = a.to(cos.dtype), b.to(cos.dtype)
-    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
-    half = x.shape[-1] // 2
-    torch.mul(a, cos, out=out[..., :half]).addcmul_(b, sin, value=sign)
-    torch.mul(b, cos, out=out[..., half:]).addcmul_(a, sin, value=-sign)
-    return out.to(x.dtype)
+    a, b = a.to(cos.dtype), b.to(cos.dtype)
+    turned = ((a * cos).addcmul_(b, sin, value=sign), (b * cos).addcmul_(a, sin, value=-sign))
+    return torch.cat(turned, dim=-1).to(x.dtype)

@@ -27,7 +27,9 @@ def model_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _family(model)
         scaling = model.rope_scaling
         if scaling and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-            yield Problem("model.rope_scaling.high_freq_factor", "must be more than low_freq_factor.")
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            text = f"is {high:g}, but must be more than low_freq_factor {low:g}; raise it."
+            yield Problem("model.rope_scaling.high_freq_factor", text, ("model.rope_scaling",))
 
 
 def _tokenizer(model: ModelSection, recipe: Recipe) -> Iterator[Problem]:
@@ -52,9 +54,8 @@ def _heads(model: ModelSection) -> Iterator[Problem]:
         text = f"is {model.head_dim or width // heads}: rotary positions need an even size."
         yield Problem("model.head_dim", text, ("model.hidden_size", "model.num_heads"))
     if keys and heads % keys:
-        yield Problem(
-            "model.num_kv_heads", f"is {keys}, which does not divide num_heads {heads}.", ("model.num_heads",)
-        )
+        text = f"is {keys}, which does not divide num_heads {heads}; change one of them."
+        yield Problem("model.num_kv_heads", text, ("model.num_heads",))
 
 
 def _family(model: ModelSection) -> Iterator[Problem]:

@@ -7,8 +7,9 @@ from truestep.imports import is_import_path
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.data import SOURCES, DataSection
+from truestep.recipe.dump import toml
 from truestep.recipe.effect import unused
-from truestep.recipe.paths import join, walk
+from truestep.recipe.paths import items, join, walk
 from truestep.recipe.problems import Problem, did_you_mean, value_words
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import LOSSES, OPTIMIZERS, Stage
@@ -17,6 +18,7 @@ from truestep.recipe.stage import LOSSES, OPTIMIZERS, Stage
 def problems(recipe: Recipe) -> Iterator[Problem]:
     """Everything that is wrong with a recipe whose fields all have values of their types."""
     yield from _without_effect(recipe)
+    yield from _not_toml(recipe)
     yield from _data(recipe)
     yield from _references(recipe)
     if recipe.model is not None:
@@ -39,44 +41,56 @@ def _without_effect(recipe: Recipe) -> Iterator[Problem]:
                 yield Problem(join(path, name), text, reads)
 
 
+def _not_toml(recipe: Recipe) -> Iterator[Problem]:
+    for path, section in walk(recipe):
+        for name, value in section:
+            if isinstance(value, dict) and not items(value):
+                try:
+                    toml(value)
+                except TypeError as error:
+                    yield Problem(join(path, name), f"holds {error}; a recipe must be writable as TOML.")
+
+
 def data_names(stage: Stage) -> list[str]:
     """The [data.*] sections that a stage trains on."""
     return [stage.data] if isinstance(stage.data, str) else [item.data for item in stage.data]
 
 
 def _references(recipe: Recipe) -> Iterator[Problem]:
-    known, used, before = list(recipe.data), set(recipe.tokenizer.data), set()
+    yield from _data_references(recipe)
+    before: set[str] = set()
     for stage in recipe.stages:
         at = f"stages.{stage.name}"
         if stage.name in before:
             yield Problem(f"{at}.name", f"is {stage.name!r} twice; give every stage a name of its own.")
-        names = [(f"{at}.data", name) for name in data_names(stage)]
-        names += [(f"{at}.evaluate.data", stage.evaluate.data)] if stage.evaluate else []
-        yield from _unknown_data(names, known)
-        if len(set(data_names(stage))) < len(data_names(stage)):
-            yield Problem(f"{at}.data", "names a corpus twice; add the weights up in one entry.")
-        used |= {name for _, name in names}
         yield from _start(stage, at, before)
         before.add(stage.name)
-    yield from _unknown_data([("tokenizer.data", name) for name in recipe.tokenizer.data], known)
-    reads = ("tokenizer.data", *(f"stages.{s.name}.{f}" for s in recipe.stages for f in ("data", "evaluate")))
-    for name in known:
-        if name not in used:
-            yield Problem(f"data.{name}", "is used by no stage; remove it, or name it in a stage's `data`.", reads)
     starts = tuple(f"stages.{stage.name}.start" for stage in recipe.stages)
     fresh = any(stage.start == "init" for stage in recipe.stages)
     if fresh and recipe.model is None:
-        yield Problem(
-            "model", 'is missing, but a stage starts from "init"; add [model], or start from a model.', starts
-        )
-    if not fresh and recipe.model is not None:
+        text = 'is missing, but a stage starts from "init"; add [model], or start from a model.'
+        yield Problem("model", text, starts)
+    if recipe.model is not None and not fresh and not recipe.stages[0].start.startswith("stage:"):
         yield Problem("model", 'is set but will not be used: no stage has start = "init"; remove it.', starts)
 
 
-def _unknown_data(names: list[tuple[str, str]], known: list[str]) -> Iterator[Problem]:
-    for path, name in names:
-        if name not in known:
-            yield Problem(path, f"names {name!r}, which is no [data.*] section; {did_you_mean(name, known)}")
+def _data_references(recipe: Recipe) -> Iterator[Problem]:
+    named = [("tokenizer.data", name) for name in recipe.tokenizer.data]
+    for stage in recipe.stages:
+        at = f"stages.{stage.name}"
+        names = data_names(stage)
+        named += [(f"{at}.data", name) for name in names]
+        named += [(f"{at}.evaluate.data", stage.evaluate.data)] if stage.evaluate else []
+        if len(set(names)) < len(names):
+            yield Problem(f"{at}.data", "names a corpus twice; add the weights up in one entry.")
+    known = list(recipe.data)
+    unknown = [(path, name) for path, name in named if name not in known]
+    for path, name in unknown:
+        yield Problem(path, f"names {name!r}, which is no [data.*] section; {did_you_mean(name, known)}")
+    reads = ("tokenizer.data", *(f"stages.{s.name}.{f}" for s in recipe.stages for f in ("data", "evaluate")))
+    for name in known:
+        if not unknown and name not in {used for _, used in named}:
+            yield Problem(f"data.{name}", "is used by no stage; remove it, or name it in a stage's `data`.", reads)
 
 
 def _start(stage: Stage, at: str, before: set[str]) -> Iterator[Problem]:

@@ -89,4 +89,4 @@ def toml(value: Any) -> str:
             pairs = ", ".join(f"{_key(str(key))} = {toml(item)}" for key, item in value.items())
             return f"{{ {pairs} }}" if pairs else "{}"
         case _:
-            raise TypeError(f"{value!r} of type {type(value).__name__} cannot be written as TOML")
+            raise TypeError(f"{value!r}, a {type(value).__name__}, which TOML does not have")

@@ -42,7 +42,7 @@ def _remote(url: str | list[str] | None) -> bool:
 
 
 def _has_text_field(section: DataSection) -> bool:
-    """A source of the user's own says when it is opened whether it takes the field, and gets it only if it was given."""
+    """A source of the user's own says when it is opened whether it takes the field; it gets it only if given."""
     given = "text_field" in section.model_fields_set
     return section.source in ("jsonl", "parquet", "hf-saved", "hf-hub") or (is_import_path(section.source) and given)
 

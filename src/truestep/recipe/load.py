@@ -69,11 +69,11 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any] | Recipe) -> tuple[
 
 
 def _copy(value: Any) -> Any:
-    """A mapping as TOML would have given it: sections become tables, tuples lists, and what is None is not there."""
+    """A mapping as TOML would have given it: sections become tables and tuples lists."""
     if isinstance(value, Section):
         return mapping_of(value)
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items() if item is not None}
+        return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -1,5 +1,6 @@
 """Packing: every token is accounted for, and labels, positions and documents are what a naive loop makes."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.fakes import memory_store, numbered, sparse_store
+from truestep.data import best_fit as best_fit_module
 from truestep.data.best_fit import best_fit
 from truestep.data.packing import IGNORE, BestFitPacking, Packing, Rows, SplitPacking, open_packing
 from truestep.data.store import TokenStore
@@ -232,6 +234,19 @@ def test_the_index_is_made_once_and_checked(tmp_path: Path):
     (folder / "starts.bin").write_bytes(raw)
     with pytest.raises(DataError, match=r"starts\.bin: block 0 .* does not match its checksum"):
         all_rows(BestFitPacking(store, 8, True, "truncate", tmp_path))
+
+
+def test_the_first_of_two_builders_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The second finds the index there when it is done; it takes it and leaves nothing of its own."""
+    store, publish = numbered([3, 4, 5, 6] * 20), best_fit_module._publish
+
+    def another_is_first(partial: Path, path: Path) -> None:
+        shutil.copytree(partial, path)
+        publish(partial, path)
+
+    monkeypatch.setattr(best_fit_module, "_publish", another_is_first)
+    assert BestFitPacking(store, 8, True, "truncate", tmp_path).num_rows > 0
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_an_index_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

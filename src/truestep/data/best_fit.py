@@ -4,6 +4,7 @@ file."""
 import bisect
 import os
 import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def _build(store: TokenStore, context: int, too_long: str, path: Path) -> None:
     bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
     arrays = {"rows.bin": bounds.astype("<i8"), "starts.bin": starts[order].astype("<i8")}
     arrays["lengths.bin"] = lengths[order].astype("<i4")
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     with writing(path):
         try:
             partial.mkdir(parents=True)

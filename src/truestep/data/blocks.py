@@ -111,17 +111,21 @@ class BlockReader:
         self.path, self.block_bytes, self.sums = path, block_bytes, sums
         self.data = map_file(path, num_bytes)  # uint8
         self._seen = np.zeros(len(sums), dtype=bool)
+        self._num_unseen = len(sums)
 
     def touch(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Raises DataError naming the file and the block where [starts, stops) holds a changed byte."""
-        first, last = starts // self.block_bytes, (stops - 1) // self.block_bytes
-        if self._seen[first].all() and self._seen[last].all() and (last - first <= 1).all():
+        if self._num_unseen == 0:
             return
+        first, last = starts // self.block_bytes, (stops - 1) // self.block_bytes
         blocks = np.unique(ragged(first, last - first + 1))
         for block in blocks[~self._seen[blocks]].tolist():
             self._check(block)
+            self._seen[block] = True
+        self._num_unseen = len(self.sums) - int(np.count_nonzero(self._seen))
 
     def verify(self) -> None:
+        """Hash every block, seen or not."""
         for block in range(len(self.sums)):
             self._check(block)
 
@@ -132,7 +136,6 @@ class BlockReader:
                 f"{self.path}: block {block} (bytes {start} to {min(start + self.block_bytes, len(self.data))}) does "
                 "not match its checksum, so the file was changed or damaged; build the data again"
             )
-        self._seen[block] = True
 
 
 def commit_folder(folder: Path, kind: str, writers: Sequence[BlockWriter], header: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class Loader:
 
     def skip(self, start: int, stop: int, next_row: int) -> None:
         """From now on leave out global rows [start, stop). They must lie ahead of trained row `next_row`: what was
-        trained on cannot be untrained. A Prefetcher made before does not know of it: make a new one."""
+        trained on cannot be untrained. Close a Prefetcher first and make a new one: it has read ahead."""
         if not int(self.global_rows(next_row, next_row + 1)[0]) <= start < stop:
             raise DataError(
                 f"rows {start} to {stop} cannot be skipped: row {next_row} of the run is next; skip later ones"

@@ -150,14 +150,16 @@ def _assemble(
         full_BU = np.zeros((num_rows, context + 1), dtype=flat.dtype)
         full_BU[inside_BU] = flat
     tokens_BT, labels_BT = full_BU[:, :-1].astype(np.int64), full_BU[:, 1:].astype(np.int64)
-    documents_BT = np.zeros((num_rows, context), dtype=np.int32)
-    positions_BT = np.tile(columns[:-1], (num_rows, 1))
-    if borders is not None and len(borders[0]):
-        begins_BU = np.zeros((num_rows, context + 1), dtype=bool)
-        begins_BU[borders] = True
-        labels_BT[begins_BU[:, 1:]] = IGNORE
-        np.cumsum(begins_BU[:, :-1], axis=1, out=documents_BT)
-        positions_BT -= np.maximum.accumulate(np.where(begins_BU[:, :-1], columns[:-1], 0), axis=1)
+    row_starts = np.arange(num_rows) * context
+    begins = row_starts  # of documents, counted over the places of all rows
+    if borders is not None:
+        rows, at = borders
+        labels_BT[rows, at - 1] = IGNORE
+        begins = np.sort(np.concatenate([row_starts, (rows * context + at)[at < context]]))
+    lengths = np.diff(begins, append=num_rows * context)
+    positions_BT = (np.arange(num_rows * context) - np.repeat(begins, lengths)).reshape(num_rows, context)
+    numbers = np.arange(len(begins)) - np.searchsorted(begins, row_starts)[begins // context]
+    documents_BT = np.repeat(numbers.astype(np.int32), lengths).reshape(num_rows, context)
     if not is_full:
         labels_BT[~inside_BU[:, 1:]] = IGNORE
         padding_BT = ~inside_BU[:, :-1]

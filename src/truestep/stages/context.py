@@ -27,9 +27,9 @@ class Context:
     command: str
     log: RunLog | None = None
 
-    def note(self, kind: str, **fields: Any) -> None:
+    def note(self, record: str, /, **fields: Any) -> None:
         if self.log:
-            self.log.append(kind, **fields)
+            self.log.append(record, **fields)
 
     def model_dir(self, stage: str) -> Path:
         return self.run_dir / "models" / stage

@@ -1,17 +1,156 @@
-"""From [tokenizer] and [data.*] to token stores that every rank can open: built once, named by their content."""
+"""From [tokenizer] and [data.*] to token stores that every rank can open: built once by rank 0, named by their content."""
 
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from truestep.data.build import build
+from truestep.data.blocks import canonical, digest
+from truestep.data.build import Progress, build, open_built
 from truestep.data.loader import Corpus
+from truestep.data.sample import make_tokenizer
 from truestep.data.store import TokenStore
-from truestep.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
+from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
-from truestep.recipe.data import DataSection, MixtureItem, TokenizerSection
+from truestep.recipe.data import DataSection, MixtureItem
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
+
+Say = Callable[[str], None]
+SAY_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The tokenizer of a recipe and the stores of the sections that a stage names."""
+
+    recipe: Recipe
+    tokenizer: Tokenizer
+    tokenizer_dir: Path
+    stores: dict[str, TokenStore]
+
+    @staticmethod
+    def prepare(context: Context, stage: Stage) -> "Corpora":
+        """Build what is missing (rank 0; the others wait) and open everything."""
+        names = stage_data(stage)
+
+        def make() -> dict[str, str]:
+            tokenizer_dir = build_tokenizer(context.recipe, context.data_dir, context.progress.say)
+            tokenizer = load_tokenizer(tokenizer_dir)
+            paths = {"": str(tokenizer_dir)}
+            for name in names:
+                paths[name] = str(build_store(context.recipe, name, tokenizer, context.data_dir, context.progress.say))
+                note_store(context, name, TokenStore.open(paths[name]))
+            return paths
+
+        paths = {name: Path(path) for name, path in context.job.agree(f"data/{stage.name}", make).items()}
+        for path in paths.values():
+            if not path.is_dir():
+                raise DataError(
+                    f"{path} was built by rank 0 but cannot be seen by rank {context.job.rank}; "
+                    f"put run.dir on a file system that all hosts share"
+                )
+        stores = {name: TokenStore.open(path) for name, path in paths.items() if name}
+        return Corpora(context.recipe, load_tokenizer(paths[""]), paths[""], stores)
+
+    def training(self, stage: Stage) -> list[Corpus]:
+        return [self._corpus(item) for item in mixture(stage)]
+
+    def held_out(self, stage: Stage) -> Corpus | None:
+        return self._corpus(MixtureItem(data=stage.evaluate.data)) if stage.evaluate else None
+
+    def _corpus(self, item: MixtureItem) -> Corpus:
+        section = self.recipe.data[item.data]
+        return Corpus(self.stores[item.data], item.weight, item.max_epochs, section.packing, section.too_long)
+
+
+def mixture(stage: Stage) -> list[MixtureItem]:
+    return [MixtureItem(data=stage.data)] if isinstance(stage.data, str) else stage.data
+
+
+def stage_data(stage: Stage) -> list[str]:
+    """Names of the data sections that a stage reads, each once."""
+    names = [item.data for item in mixture(stage)] + ([stage.evaluate.data] if stage.evaluate else [])
+    return list(dict.fromkeys(names))
+
+
+def build_tokenizer(recipe: Recipe, folder: Path, say: Say) -> Path:
+    """The folder of the recipe's tokenizer, made if it is not there."""
+    section = recipe.tokenizer
+    names = section.data or [item.data for item in mixture(recipe.stages[0])]
+    data = [recipe.data[name] for name in names] if section.kind == "train-bpe" else []
+    wanted = [section.model_dump(mode="json"), [_content(one) for one in data]]
+    path = folder / f"tokenizer-{digest(canonical(wanted))[:12]}"
+    if not (path / "tokenizer.json").exists():
+        if section.kind == "train-bpe":
+            say(f"tokenizer: training a byte-level BPE of {section.vocab_size:,} ids on {', '.join(names)}")
+        make_tokenizer(section, data, _cache(recipe)).save(path)
+    return path
+
+
+def build_store(
+    recipe: Recipe,
+    name: str,
+    tokenizer: Tokenizer,
+    folder: Path,
+    say: Say,
+    progress: Callable[[Progress], None] | None = None,
+) -> Path:
+    """The folder of a section's token store, built if it is not there. `progress` replaces spoken progress."""
+    section = recipe.data[name]
+    key = digest(canonical([_content(section), tokenizer.fingerprint]))[:12]
+    path = folder / f"{name}-{key}"
+    if open_built(path, section, tokenizer) is None:
+        say(f"data: building {name} from {section.source}")
+        workers = recipe.machine.data_workers or _cores()
+        build(section, tokenizer, path, workers=workers, progress=progress or _teller(name, say), cache=_cache(recipe))
+    return path
+
+
+def note_store(context: Context, name: str, store: TokenStore) -> None:
+    report = store.header.get("report", {})
+    context.note(
+        "data",
+        name=name,
+        source=context.recipe.data[name].source,
+        fingerprint=store.fingerprint,
+        documents=store.num_documents,
+        tokens=store.num_tokens,
+        bytes=store.num_bytes,
+        dropped=_dropped(report),
+        licence=report.get("source", {}).get("licence"),
+    )
+    context.progress.say(
+        f"data: {name} has {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_bytes or 0:,} bytes"
+    )
+
+
+def _content(section: DataSection) -> dict:
+    """What decides a store's content, how it is reached and packed left out."""
+    return section.model_dump(mode="json", exclude={"storage_options", "packing", "too_long"})
+
+
+def _dropped(report: dict) -> dict[str, int]:
+    return {reason: amount["documents"] for reason, amount in report.get("dropped", {}).items()}
+
+
+def _teller(name: str, say: Say) -> Callable[[Progress], None]:
+    """Says where a long build is, at most every few seconds."""
+    said = [time.monotonic()]
+
+    def tell(progress: Progress) -> None:
+        if time.monotonic() - said[0] >= SAY_EVERY_S:
+            said[0] = time.monotonic()
+            say(f"data: {name}: {progress.shards_done} of {progress.shards} parts, {progress.bytes_done:,} bytes")
+
+    return tell
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cache(recipe: Recipe) -> Path:
+    return Path(recipe.machine.cache).expanduser()

@@ -7,19 +7,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from truestep.gate.heldout import Verdict, decide
 from truestep.ledger.card import build_card, write_card
-from truestep.models.export import save_model
+from truestep.models.hf_save import save_hf
+from truestep.models.load import load_model, tensors_of
 from truestep.numerics.digest import state_digest
 from truestep.recipe.digests import what
 from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
-from truestep.rollout.generate import generate_from
+from truestep.rollout.generate import generate
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.yardstick import yardstick
@@ -29,13 +30,12 @@ from truestep.train.state import TrainState
 
 @dataclass(frozen=True)
 class Finished:
-    """A stage whose training is done. `figures` are the final held-out ones, `start` the directory it started from."""
+    """A stage whose training is done. `figures` are the final held-out ones."""
 
     state: TrainState
     section: ModelSection
     corpora: Corpora
     figures: HeldOut | None
-    start: Path | None
 
 
 def finish(context: Context, stage: Stage, done: Finished) -> str:
@@ -48,7 +48,7 @@ def finish(context: Context, stage: Stage, done: Finished) -> str:
         with phase(context, stage, "gate"):
             verdict = judge(context, stage, done)
         with phase(context, stage, "samples"):
-            show_samples(context, stage, directory)
+            show_samples(context, stage, done)
         write_manifest(context, stage, done, digest, verdict)
         card = build_card(context.run_dir, stage.name)
         write_card(directory, card)
@@ -69,10 +69,17 @@ def phase(context: Context, stage: Stage, name: str) -> Iterator[None]:
 def export(context: Context, stage: Stage, done: Finished) -> str:
     """Write the model directory and return the digest of its weights. What an earlier attempt left unfinished goes."""
     directory = context.model_dir(stage.name)
-    tensors = {name: tensor.detach() for name, tensor in done.state.parallel.bare.named_parameters()}
+    tensors = tensors_of(done.state.parallel.bare)
     digest = state_digest(tensors)
     context.job.agree(f"clear/{stage.name}", lambda: shutil.rmtree(directory, ignore_errors=True))
-    save_model(directory, done.state.parallel.bare, done.section, tokenizer_dir=done.corpora.tokenizer_dir)
+    eod = done.corpora.tokenizer.eod_id
+    save_hf(
+        directory,
+        tensors,
+        done.section,
+        tokenizer_dir=done.corpora.tokenizer_dir,
+        generation={"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": eod},
+    )
     context.note("model", stage=stage.name, path=str(directory.relative_to(context.run_dir)), digest=digest)
     return digest
 
@@ -85,7 +92,7 @@ def judge(context: Context, stage: Stage, done: Finished) -> Verdict:
     assert stage.gate is not None
     verdict = decide(stage.gate, figures, done.state.parent)
     reason = "; ".join(verdict.reasons)
-    context.note("gate", stage=stage.name, verdict=verdict.outcome, reason=reason, kind=stage.gate.kind, figures=figures)
+    context.note("gate", stage=stage.name, verdict=verdict.outcome, reason=reason, gate_kind=stage.gate.kind, figures=figures)
     word = "UNGATED" if verdict.outcome == "ungated" else f"gate: {verdict.outcome}"
     context.progress.say(f"{stage.name}: {word} ({reason})")
     return verdict
@@ -103,26 +110,20 @@ def show_yardstick(context: Context, stage: Stage, done: Finished) -> None:
     context.progress.table(table)
 
 
-def show_samples(context: Context, stage: Stage, directory: Path) -> None:
+def show_samples(context: Context, stage: Stage, done: Finished) -> None:
+    """Completions of the model as it was exported: loaded back from its directory."""
+    directory = context.model_dir(stage.name)
     if stage.sample is None:
         return
     asked = stage.sample
-    texts = generate_from(
-        directory,
-        asked.prompts,
-        max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        seed=context.recipe.run.seed,
+    model = load_model(directory, device=context.job.device, own_module=done.section.module)
+    tokenizer = done.corpora.tokenizer
+    texts = generate(
+        model, tokenizer, asked.prompts, asked.max_new_tokens, asked.temperature, asked.top_p, context.recipe.run.seed
     )
     for prompt, text in zip(asked.prompts, texts):
         context.note("sample", stage=stage.name, prompt=prompt, text=text)
-        context.progress.say(f"sample> {prompt}[green]{_plain(text)}[/green]")
-
-
-def _plain(text: str) -> str:
-    """Brackets of a completion are text, not markup."""
-    return text.replace("[", "\\[")
+        context.progress.say(f"sample> {escape(prompt)}[green]{escape(text)}[/green]")
 
 
 def write_manifest(context: Context, stage: Stage, done: Finished, digest: str, verdict: Verdict) -> None:

@@ -1,8 +1,10 @@
 """The pretrain stage: text in, base model out. Read top to bottom."""
 
-import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,17 +13,21 @@ from truestep.checkpoint.catalogue import begin_epoch
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load_newest
-from truestep.data.loader import Loader, Prefetcher, eval_batches
+from truestep.data.loader import Corpus, Loader, Prefetcher, evaluation_batches
 from truestep.data.tokenizer import Tokenizer, check_vocab
+from truestep.errors import CheckpointError, ModelError
 from truestep.models.build import build_model, init_weights
 from truestep.models.hf import load_hf, read_section
+from truestep.models.hub import fetch, is_hub_id
+from truestep.models.load import tensors_of
+from truestep.optim.groups import describe
 from truestep.recipe.batch_schedule import BatchSchedule
-from truestep.recipe.digests import bits, what
-from truestep.recipe.model import ModelSection
+from truestep.recipe.digests import what
+from truestep.recipe.model import COUNTING_RULE, ModelSection
 from truestep.recipe.stage import Stage
 from truestep.runlog.metrics import RankMetrics
 from truestep.stages.context import Context
-from truestep.stages.corpora import Corpora
+from truestep.stages.corpora import Corpora, mixture
 from truestep.stages.finish import Finished, finish
 from truestep.stages.measure import measure_peak, measure_precision
 from truestep.storage.store import open_store
@@ -36,32 +42,42 @@ def carry_out(context: Context, stage: Stage) -> str:
     recipe, job, machine = context.recipe, context.job, context.recipe.machine
     schedule = BatchSchedule.of(stage)
     corpora = Corpora.prepare(context, stage)
-    tokenizer = corpora.tokenizer
     start = starting_point(context, stage)
-    section = (read_section(start) if start else recipe.model).resolved(tokenizer.vocab_size)
-    check_vocab(tokenizer, section.vocab_size)
-    loader = Loader(corpora.training(stage), context=stage.context, seed=recipe.run.seed, mask_documents=stage.mask_documents)
-
+    section = model_section(context, start, corpora.tokenizer)
     precision = measure_precision(context)
     state = build(
         stage,
-        build_model(section, tokenizer.vocab_size),
-        partial(load_into, start) if start else partial(init_weights, seed=recipe.run.seed),
+        build_model(section, section.vocab_size),
+        partial(load_into, start.directory) if start else partial(init_weights, seed=recipe.run.seed),
         job=job,
         machine=machine,
         precision=precision,
         seed=recipe.run.seed,
         steps=schedule.steps,
     )
-    say_start(context, stage, section, schedule, precision, corpora)
+    held_out = corpora.held_out(stage)
+    measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
+    loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     checkpointer = open_checkpoints(context, stage)
     resume(context, stage, state, loader, checkpointer)
+    say_start(context, stage, state, section, schedule, precision, start)
+    if start and measure and state.parent is None:
+        state.parent = asdict(measure())
 
-    held_out = corpora.held_out(stage)
+    prefetched = Prefetcher(
+        loader,
+        schedule,
+        job.rank,
+        job.world,
+        machine.microbatch_rows,
+        machine.prefetch,
+        state.step,
+        pin=job.device.type == "cuda",
+    )
     loop = Loop(
         stage=stage.name,
         state=state,
-        feed=Prefetcher(loader, schedule, job.rank, job.world, machine.microbatch_rows, machine.prefetch, state.step),
+        feed=prefetched,
         loader_state=lambda step: loader.state(schedule.rows(step - 1)[1]),
         tokens_of=lambda step: schedule.rows_in(step) * stage.context,
         checkpointer=checkpointer,
@@ -69,15 +85,159 @@ def carry_out(context: Context, stage: Stage) -> str:
         metrics=RankMetrics(context.run_dir, context.attempt, job.rank),
         log=context.log,
         watcher=context.progress,
-        evaluate=held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, tokenizer),
+        evaluate=measure,
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
     )
     context.progress.begin(stage.name, state.step, state.steps)
-    outcome = loop.run()
+    with prefetched:
+        outcome = loop.run()
     context.progress.close()
     checkpointer.close()
     loop.metrics.close()
     if outcome == "stopped":
         context.progress.say(f"{stage.name}: stopped after step {state.step}; to go on: {context.command}")
         return "interrupted"
-    return finish(context, stage, Finished(state, section, corpora, loop.figures, start))
+    return finish(context, stage, Finished(state, section, corpora, loop.figures))
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that a stage starts from; `pinned` names it for the record (a hub id with its commit)."""
+
+    directory: Path
+    pinned: str
+
+
+def starting_point(context: Context, stage: Stage) -> Start | None:
+    """None where the stage starts from fresh weights. Rank 0 fetches, the others wait."""
+    if stage.start == "init":
+        return None
+    if stage.start.startswith("stage:"):
+        directory = context.model_dir(stage.start.removeprefix("stage:"))
+        return Start(directory, stage.start)
+    if not is_hub_id(stage.start):
+        if not Path(stage.start).is_dir():
+            raise ModelError(f"stage {stage.name!r} starts from {stage.start!r}, which is no model directory; correct `start`")
+        return Start(Path(stage.start), stage.start)
+    cache = Path(context.recipe.machine.cache).expanduser() / "hub"
+
+    def get() -> list[str]:
+        found = fetch(stage.start, cache)
+        return [str(found.directory), found.pinned]
+
+    directory, pinned = context.job.agree(f"start/{stage.name}", get)
+    return Start(Path(directory), pinned)
+
+
+def model_section(context: Context, start: Start | None, tokenizer: Tokenizer) -> ModelSection:
+    """The architecture, filled in: that of the start model, else that of the recipe."""
+    section = read_section(start.directory) if start else context.recipe.model
+    if section is None:
+        raise ModelError("the recipe has no [model] and its stage starts from fresh weights; add [model]")
+    resolved = section.resolved(tokenizer.vocab_size)
+    check_vocab(tokenizer, resolved.vocab_size)
+    return resolved
+
+
+def load_into(directory: Path, model: nn.Module) -> None:
+    load_hf(directory, tensors_of(model))
+
+
+def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
+    """The stage's store of checkpoints, fenced off from earlier attempts."""
+    recipe, job, settings = context.recipe, context.job, context.recipe.checkpoint
+    place = f"{settings.url}/{recipe.run.name}" if settings.url else str(context.run_dir / "checkpoints")
+    store = open_store(f"{place}/{stage.name}", settings.storage_options)
+    return Checkpointer(
+        store,
+        attempt=job.agree(f"epoch/{stage.name}", lambda: begin_epoch(store).number),
+        rank=job.rank,
+        world=job.world,
+        kv=job.store,
+        block_bytes=settings.block,
+        deadline_s=settings.deadline,
+        facts={"what": what(recipe), "stage": stage.name, "run": recipe.run.name},
+    )
+
+
+def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, checkpointer: Checkpointer) -> None:
+    """Go on from the newest sound checkpoint, if there is one, and say so."""
+    job, wish = context.job, context.recipe.run.resume
+    group = Group.of(job.store, job.rank, job.world, context.recipe.checkpoint.deadline, f"load-{stage.name}")
+    tensors = state.tensors()
+    loaded = load_newest(checkpointer.store, tensors, group=group)
+    if loaded is None:
+        if wish == "required":
+            raise CheckpointError(f"run.resume is required, but {checkpointer.store.url} holds no checkpoint; set it to auto")
+        context.progress.say(f"{stage.name}: starts at step 0 (no checkpoint in {checkpointer.store.url})")
+        return
+    if wish == "never":
+        raise CheckpointError(
+            f"run.resume is never, but {checkpointer.store.url} holds step {loaded.step}; choose another run.name"
+        )
+    if loaded.facts["what"] != what(context.recipe):
+        raise CheckpointError(f"{checkpointer.store.url} holds checkpoints of another recipe; choose another run.name")
+    state.optimizer.load_named_state({n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")})
+    state.restore(loaded.extra)
+    loader.restore(state.loader)
+    context.note("resume", stage=stage.name, step=loaded.step, checkpoint=loaded.commit, fell_back=loaded.fell_back)
+    for sentence in loaded.fell_back:
+        context.progress.say(f"[bold red]WARNING[/bold red] {sentence}")
+    context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit})")
+
+
+def evaluate_on(state: TrainState, stage: Stage, rows: int, corpus: Corpus, tokenizer: Tokenizer) -> HeldOut:
+    """Held-out figures of the model as it is now."""
+    assert stage.evaluate is not None
+    job, limit = state.job, stage.evaluate.rows
+    batches = evaluation_batches(corpus, stage.context, stage.mask_documents, job.rank, job.world, rows, limit)
+    num_bytes, store = corpus.store.num_bytes, corpus.store
+    lengths = torch.from_numpy(tokenizer.byte_lengths())
+    complete = not limit and num_bytes is not None and corpus.packing == "split"
+    text = Text(lengths, num_bytes or 0, store.num_documents, complete)
+    return evaluate(state.parallel, job, batches, text)
+
+
+def say_start(
+    context: Context,
+    stage: Stage,
+    state: TrainState,
+    section: ModelSection,
+    schedule: BatchSchedule,
+    precision: str,
+    start: Start | None,
+) -> None:
+    """Everything about the stage that its ledger and card are computed from."""
+    counts: dict[str, Any] = {} if section.module else asdict(section.counts())
+    peak_flops, peak_source = measure_peak(context, precision)
+    known = not section.module
+    context.note(
+        "stage_start",
+        stage=stage.name,
+        stage_kind=stage.kind,
+        steps=schedule.steps,
+        start_step=state.step,
+        tokens=schedule.total_rows * stage.context,
+        context=stage.context,
+        batch_tokens=stage.batch_tokens,
+        params=counts or {"total": sum(p.numel() for p in state.parallel.bare.parameters())},
+        train_flops_per_token_causal=section.train_flops(1, stage.context, causal=True) if known else None,
+        train_flops_per_token_full=section.train_flops(1, stage.context, causal=False) if known else None,
+        flops_rule=COUNTING_RULE if known else None,
+        precision=precision,
+        peak_flops=peak_flops,
+        peak_source=peak_source,
+        start=start.pinned if start else "init",
+        data=[item.data for item in mixture(stage)],
+        model=section.model_dump(mode="json"),
+        settings={
+            "optimizer": [{k: v for k, v in group.items() if k != "names"} for group in describe(state.optimizer.groups)],
+            "mesh": asdict(state.parallel.degrees),
+            "stage": stage.model_dump(mode="json"),
+        },
+    )
+    for group in describe(state.optimizer.groups):
+        context.progress.say(
+            f"{stage.name}: {group['group']}: {group['elements']:,} elements in {group['tensors']} tensors, "
+            f"{group['method']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
+        )

@@ -91,7 +91,7 @@ class Loop:
                 step=self.state.step,
                 loss=self.figures.loss,
                 bits_per_byte=self.figures.bits_per_byte,
-                bytes=self.figures.num_bytes,
+                bytes=self.figures.num_bytes or None,
                 targets=self.figures.targets,
                 method=self.figures.method,
                 eval_s=time.perf_counter() - began,
@@ -123,7 +123,17 @@ class Loop:
         for saved in self.checkpointer.finished():
             self.failures = 0 if saved.ok else self.failures + 1
             if self.log:
-                self.log.append("save", stage=self.stage, **saved.record())
+                self.log.append(
+                    "save",
+                    stage=self.stage,
+                    step=saved.step,
+                    ok=saved.ok,
+                    stall_s=saved.stall_s,
+                    total_s=saved.total_s,
+                    bytes=saved.num_bytes or None,
+                    manifest=saved.manifest_sha256 or None,
+                    error=saved.error or None,
+                )
             if not saved.ok and (self.failures > self.cadence.max_failures or last):
                 raise UserError(_failed(saved, self.failures))
 
@@ -136,7 +146,7 @@ class Loop:
     def _record(self, step: int, result: StepResult, step_s: float, data_s: float) -> None:
         state, tokens = self.state, self.tokens_of(step)
         for index, (loss_sum, weight, norm) in enumerate(result.shards):
-            self.metrics.append(self.stage, step, index, loss_sum, weight, norm)
+            self.metrics.append(self.stage, state.step, index, loss_sum, weight, norm)
         if result.verdict is Verdict.HALT:
             raise UserError(
                 f"stage {self.stage!r}, step {step}: loss {result.loss} and gradient norm {result.grad_norm} are not "
@@ -147,17 +157,17 @@ class Loop:
             self.log.append(
                 "step",
                 stage=self.stage,
-                step=step,
+                step=state.step,
                 tokens=tokens,
                 targets=result.targets,
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                lr=state.optimizer.lr,
+                lr=state.optimizer.param_groups[0]["lr"],
                 clip=result.clip,
                 step_s=step_s,
                 data_s=data_s,
                 skipped=result.verdict is Verdict.SKIP,
-                **result.metrics,
+                metrics=result.metrics,
             )
         if self.watcher:
             self.watcher.step(self.stage, state.step, state.steps, result, tokens, step_s)

@@ -17,7 +17,7 @@ from truestep.recipe.stage import Optim
 @dataclass
 class TrainState:
     """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (fp16 overflow
-    skips one), and is what the learning-rate schedule goes by."""
+    skips one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the start model."""
 
     job: Job
     parallel: Parallel
@@ -32,6 +32,7 @@ class TrainState:
     tokens: int = 0
     targets: int = 0
     loader: dict[str, Any] = field(default_factory=dict)
+    parent: dict[str, Any] | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters, buffers that persist, and optimizer state, by name: what a checkpoint holds as bytes."""
@@ -49,6 +50,7 @@ class TrainState:
             "seed": self.seed,
             "loader": self.loader,
             "scaler": self.scaler.state(),
+            "parent": self.parent,
         }
 
     def restore(self, extra: dict[str, Any]) -> None:
@@ -58,5 +60,5 @@ class TrainState:
             raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another program or version")
         self.step, self.updates = extra["step"], extra["updates"]
         self.tokens, self.targets = extra["tokens"], extra["targets"]
-        self.loader = extra["loader"]
+        self.loader, self.parent = extra["loader"], extra["parent"]
         self.scaler.load_state(extra["scaler"])

@@ -88,7 +88,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
 
 def forward(model: torch.nn.Module, batch: Batch, head: Any) -> Any:
     """Run the model on a batch; `head` turns its HeadInput into the result."""
-    return model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head=head)
+    return model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head=head, labels_BT=batch.labels_BT)
 
 
 def stream(seed: int, step: int, rank: int) -> int:

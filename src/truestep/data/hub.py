@@ -16,6 +16,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
+    HTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -134,9 +135,9 @@ def asking(repo: str, revision: str) -> Iterator[None]:
         raise DataError(f"{repo!r} is not the name of a hub repository; write it as owner/name.") from error
     except HfHubHTTPError as error:
         raise DataError(f"hub repository {repo}@{revision}: {_first_line(error)}; try again later.") from error
-    except OSError as error:
+    except (HTTPError, OSError) as error:
         raise DataError(
-            f"hub repository {repo}@{revision} cannot be reached ({_first_line(error)}); check the network."
+            f"hub repository {repo}@{revision} cannot be read ({_first_line(error)}); check the network and free space."
         ) from error
 
 

@@ -73,7 +73,7 @@ class Evaluation(Section):
 
     data: str = field(help="name of a [data.*] section")
     every: int = field(0, help="steps between evaluations; 0 means at the end only", ge=0)
-    rows: int = field(0, help="rows to evaluate; 0 means all", ge=0)
+    rows: int = field(0, help="rows of an evaluation inside the loop, 0 means all; the last one takes all", ge=0)
     yardstick: bool = field(False, help="show what gzip -9 and xz -9e make of the same text, beside bits per byte")
 
 

@@ -38,7 +38,7 @@ from truestep.train.state import TrainState
 
 
 def carry_out(context: Context, stage: Stage) -> str:
-    """Returns "done", "interrupted" or "gate" (the model was made, but not accepted)."""
+    """Returns "done", "stopped" or "gate" (the model was made, but not accepted)."""
     recipe, job, machine = context.recipe, context.job, context.recipe.machine
     schedule = BatchSchedule.of(stage)
     corpora = Corpora.prepare(context, stage)
@@ -62,7 +62,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     resume(context, stage, state, loader, checkpointer)
     say_start(context, stage, state, section, schedule, precision, start)
     if start and measure and state.parent is None:
-        state.parent = asdict(measure())
+        state.parent = asdict(measure(True))
 
     prefetched = Prefetcher(
         loader,
@@ -96,7 +96,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     loop.metrics.close()
     if outcome == "stopped":
         context.progress.say(f"{stage.name}: stopped after step {state.step}; to go on: {context.command}")
-        return "interrupted"
+        return "stopped"
     return finish(context, stage, Finished(state, section, corpora, loop.figures))
 
 
@@ -186,10 +186,12 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
     context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit})")
 
 
-def evaluate_on(state: TrainState, stage: Stage, rows: int, corpus: Corpus, tokenizer: Tokenizer) -> HeldOut:
-    """Held-out figures of the model as it is now."""
+def evaluate_on(
+    state: TrainState, stage: Stage, rows: int, corpus: Corpus, tokenizer: Tokenizer, whole: bool
+) -> HeldOut:
+    """Held-out figures of the model as it is now: of `evaluate.rows` rows, or of the whole text."""
     assert stage.evaluate is not None
-    job, limit = state.job, stage.evaluate.rows
+    job, limit = state.job, 0 if whole else stage.evaluate.rows
     batches = evaluation_batches(corpus, stage.context, stage.mask_documents, job.rank, job.world, rows, limit)
     num_bytes, store = corpus.store.num_bytes, corpus.store
     lengths = torch.from_numpy(tokenizer.byte_lengths())

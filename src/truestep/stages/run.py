@@ -25,7 +25,7 @@ STAGES = {"pretrain": pretrain.carry_out}
 
 
 def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
-    """Run every stage that is not done yet. Returns "finished", "interrupted" (a polite stop) or "gate".
+    """Run every stage that is not done yet. Returns "finished", "stopped" (a polite stop) or "gate".
 
     Every rank of the job calls this; rank 0 keeps the log and speaks. Raises UserError for bad input, on every rank.
     """
@@ -56,7 +56,7 @@ def _attempt(context: Context, launched: float) -> str:
     except BaseException as error:
         context.note("attempt_end", reason="failed", error=f"{type(error).__name__}: {error}")
         raise
-    context.note("attempt_end", reason="interrupted" if reason == "interrupted" else "finished")
+    context.note("attempt_end", reason=reason)
     if context.log:
         context.log.close()
     return reason
@@ -85,6 +85,7 @@ def _say_start(context: Context, launched: float) -> None:
     ledger = recipe.ledger
     context.note(
         "attempt_start",
+        run=recipe.run.name,
         world=job.world,
         host=socket.gethostname(),
         digests={"what": what(recipe), "where": where(recipe), "bits": bits(recipe)},

@@ -46,7 +46,7 @@ class Loop:
     metrics: RankMetrics
     log: RunLog | None = None
     watcher: Watcher | None = None
-    evaluate: Callable[[], HeldOut] | None = None
+    evaluate: Callable[[bool], HeldOut] | None = None
     evaluate_every: int = 0
     failures: int = 0
     figures: HeldOut | None = None
@@ -67,7 +67,7 @@ class Loop:
                 self._record(step, result, ended - began, fetched - began)
                 stopping, saving = (answer > 0 for answer in result.agreed)
                 if self.evaluate_every and state.step % self.evaluate_every == 0 and state.step < state.steps:
-                    self.held_out()
+                    self.held_out(last=False)
                 if saving or self._due_by_step():
                     self.save(wait=False)
                 self._settle()
@@ -76,14 +76,15 @@ class Loop:
                     return "stopped"
                 began = time.perf_counter()
         if self.evaluate is not None:
-            self.held_out()
+            self.held_out(last=True)
         self.save(wait=True)
         return "done"
 
-    def held_out(self) -> None:
+    def held_out(self, *, last: bool) -> None:
+        """Evaluate; the last time on all held-out rows."""
         assert self.evaluate is not None
         began = time.perf_counter()
-        self.figures = self.evaluate()
+        self.figures = self.evaluate(last)
         if self.log:
             self.log.append(
                 "eval",

@@ -34,7 +34,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | Recipe, overrides:
         found = found + unaffected(checks.problems(recipe), found)
     sentences += [_sentence(problem, origin, set_paths) for problem in found]
     if sentences or recipe is None:
-        raise RecipeError(sentences)
+        raise RecipeError([sentence.replace("\n", "\\n") for sentence in sentences])
     return recipe
 
 

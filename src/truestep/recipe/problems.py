@@ -39,7 +39,7 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"known: {', '.join(known)}" if known else "there are none"
+    return f"known: {', '.join(known)}." if known else "there are none."
 
 
 def shape_problems(raw: dict[str, Any]) -> tuple[list[Problem], Recipe | None]:

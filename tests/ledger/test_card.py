@@ -81,7 +81,7 @@ def test_the_page_reads_well(tmp_path, clock):
     assert positions == sorted(positions)
     for words in (
         "return a + b",
-        "1.31 M parameters",
+        "parameters | 1.31 M |",
         "attempt",
         "matmul-2",
         "goodput",

@@ -52,8 +52,8 @@ def test_two_attempts_by_hand(tmp_path, clock):
     assert ledger.total.value("wall") == pytest.approx(wall_s)
     assert ledger.total.value("goodput") == pytest.approx(40 * 0.45 / wall_s)
     assert ledger.total.value("device_hours") == pytest.approx(2 * wall_s / 3600)
-    assert ledger.total.value("mfu_causal") == pytest.approx(46 * TOKENS * CAUSAL / (46 * 0.5 * 2 * 1e10))
-    assert ledger.total.value("mfu_all_full") == pytest.approx(46 * TOKENS * FULL / (wall_s * 2 * 1e10))
+    assert ledger.total.value("mfu_causal") == pytest.approx(46 * TOKENS * CAUSAL / (46 * 0.5 * 2 * 2e10))
+    assert ledger.total.value("mfu_all_full") == pytest.approx(46 * TOKENS * FULL / (wall_s * 2 * 2e10))
     assert "matmul-2" in ledger.total.figures["mfu_causal"].method
     assert "measured: 1024^3" in ledger.total.figures["mfu_causal"].source
     assert "attempt 1 until its last record" in ledger.total.figures["wall"].method

@@ -121,9 +121,13 @@ def test_a_damaged_segment_and_a_second_writer_are_said(run_dir):
     with pytest.raises(LogError, match=r"rank-00000-0\.parquet exists: attempt 1 was already begun"):
         RankMetrics(run_dir, 1, 0)
     path = next((run_dir / "log" / "ranks").rglob("*.parquet"))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(LogError, match=r"rank-00000-0\.parquet is damaged"):
-        read_metrics(run_dir)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[whole.index(b"\x28\xb5\x2f\xfd") + 12] ^= 1  # inside the first compressed column
+    for damaged in (whole[:-9], bytes(flipped)):
+        path.write_bytes(damaged)
+        with pytest.raises(LogError, match=r"rank-00000-0\.parquet is damaged"):
+            read_metrics(run_dir)
     with pytest.raises(LogError, match="not a run directory"):
         read_metrics(run_dir / "nowhere")
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from truestep.ledger.figure import NOT_RECORDED, Figure
-from truestep.ledger.words import duration, show
+from truestep.ledger.words import bare, duration, show
 
 _SIGNS = {"pass": "✅ PASS", "fail": "❌ FAIL", "undecided": "❔ UNDECIDED", "void": "⚪ VOID", "UNGATED": "⚠️ UNGATED"}
 _OUTCOMES = {"holds": "✅", "broken": "❌ BROKEN", "not checked": "– not checked"}
@@ -33,10 +33,15 @@ def _show(values: dict[str, Any]) -> str:
     return show(_figure(values))
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; numbers to the right but for the first column."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+def _plain(values: dict[str, Any]) -> str:
+    return bare(_figure(values))
+
+
+def _table(header: list[str], rows: list[list[str]], align: str = "") -> str:
+    """A Markdown table. `align` has l or r a column; by default all but the first to the right."""
+    sides = align or "l" + "r" * (len(header) - 1)
+    rule = ["---:" if side == "r" else "---" for side in sides]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in [header, rule, *rows])
 
 
 def _cell(text: str) -> str:
@@ -53,7 +58,7 @@ def _head(card: dict[str, Any]) -> str:
 def _glance(card: dict[str, Any]) -> str:
     compute, evaluation = card["compute"], card["evaluation"]
     rows = [
-        ["parameters", _show(card["model"]["parameters"]["total"])],
+        ["parameters", _plain(card["model"]["parameters"]["total"])],
         ["trained on", f"{_show(card['training']['tokens'])} in {_show(card['training']['steps'])}"],
         ["held-out", f"{_show(evaluation['loss'])}, {_show(evaluation['bits_per_byte'])}"],
         ["compute", f"{_show(compute['flops_causal'])} ({_show(compute['device_hours'])})"],
@@ -76,7 +81,7 @@ def _evaluation(evaluation: dict[str, Any]) -> str:
     longest = max(numbers.values())
     lines = [[name, f"{n:.4f}", f"`{_bar(n / longest)}`"] for name, n in sorted(numbers.items(), key=lambda kv: -kv[1])]
     table = _table(["held-out text", "bits per byte", "lower is better"], lines)
-    return f"## Evaluation\n\n{table}\n\n{ours.method}."
+    return f"## Evaluation\n\n{table}\n\nBits per byte: {ours.method}."
 
 
 def _bar(share: float) -> str:
@@ -86,15 +91,21 @@ def _bar(share: float) -> str:
 def _samples(samples: list[dict[str, str]]) -> str:
     if not samples:
         return ""
-    blocks = [f"**{_cell(s['prompt']) or '(empty prompt)'}**\n\n{_quoted(s['prompt'] + s['text'])}" for s in samples]
+    blocks = [f"After `{_line(s['prompt'])}`:\n\n{_quoted(s['prompt'] + s['text'])}" for s in samples]
     return "## Samples\n\n" + "\n\n".join(blocks)
+
+
+def _line(text: str) -> str:
+    """One short line without back-ticks."""
+    line = " ".join(text.replace("`", "'").split()) or " "
+    return line if len(line) <= 60 else line[:59] + "…"
 
 
 def _quoted(text: str) -> str:
     fence = "```"
     while fence in text:
         fence += "`"
-    return f"{fence}text\n{text}\n{fence}"
+    return f"{fence}text\n{text.rstrip()}\n{fence}"
 
 
 def _data(corpora: list[dict[str, Any]]) -> str:
@@ -102,21 +113,21 @@ def _data(corpora: list[dict[str, Any]]) -> str:
         return f"## Data\n\n{NOT_RECORDED.capitalize()}."
     rows = []
     for corpus in corpora:
-        dropped = ", ".join(f"{_show(n)} {why}" for why, n in corpus["dropped"].items()) or "none reported"
-        kept = [_show(corpus[name]) for name in ("documents", "tokens", "bytes")]
+        dropped = ", ".join(f"{_plain(n)} {why}" for why, n in corpus["dropped"].items()) or "none reported"
+        kept = [_plain(corpus[name]) for name in ("documents", "tokens", "bytes")]
         rows.append([f"{corpus['name']} ({corpus['source']})", *kept, dropped, corpus["licence"] or NOT_RECORDED])
-    table = _table(["corpus", "documents", "tokens", "text", "dropped", "licence"], rows)
+    table = _table(["corpus", "documents", "tokens", "text", "documents dropped", "licence"], rows, "lrrrll")
     prints = "\n".join(f"- `{corpus['name']}`: fingerprint `{corpus['fingerprint']}`" for corpus in corpora)
     return f"## Data\n\n{table}\n\n{prints}"
 
 
 def _model(card: dict[str, Any]) -> str:
     model, training = card["model"], card["training"]
-    parameters = ", ".join(f"{name} {_show(values)}" for name, values in model["parameters"].items())
+    parameters = ", ".join(f"{name} {_plain(values)}" for name, values in model["parameters"].items())
     given = {k: v for k, v in model["architecture"].items() if v not in (None, "", [], {})}
     architecture = ", ".join(f"{name} {value}" for name, value in given.items()) or NOT_RECORDED
-    steps = f"{_show(training['steps'])} of {training['steps_planned']:,} planned"
-    updates = f"{_show(training['skipped_updates'])} skipped"
+    steps = f"{_plain(training['steps'])} of {training['steps_planned']:,} planned steps"
+    updates = f"{_plain(training['skipped_updates'])} updates skipped"
     shape = f"context {_or(training['context'])}, batch {_or(training['batch_tokens'])} tokens"
     lines = [
         f"- parameters: {parameters}",
@@ -147,7 +158,7 @@ _COMPUTE = {
 
 
 def _compute(card: dict[str, Any]) -> str:
-    rows = [[words, _show(card["compute"][key])] for key, words in _COMPUTE.items()]
+    rows = [[words, _plain(card["compute"][key])] for key, words in _COMPUTE.items()]
     mfu = _figure(card["compute"]["mfu_causal"])
     return f"## Compute\n\n{_table(['', ''], rows)}\n\nMFU: {mfu.method}. Source: {mfu.source}."
 
@@ -156,7 +167,7 @@ def _time(time: dict[str, Any]) -> str:
     wall = _figure(time["wall"])
     whole = wall.number() or 0.0
     phases = {name: _figure(values).number() or 0.0 for name, values in time["phases"].items()}
-    ordered = sorted(((name, s) for name, s in phases.items() if s), key=lambda item: -item[1])
+    ordered = sorted(((name, s) for name, s in phases.items() if abs(s) >= 0.05), key=lambda item: -item[1])
     rows = [
         [name, duration(s), f"{100 * s / whole:.1f} %" if whole else "–", f"`{_bar(s / whole if whole else 0)}`"]
         for name, s in ordered
@@ -169,10 +180,10 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
     rows = []
     for attempt in attempts:
         devices = ", ".join(f"{n} × {name}" for name, n in attempt["devices"].items()) or NOT_RECORDED
-        figures = [_show(attempt["figures"][name]) for name in ("steps", "tokens", "wall", "device_hours", "goodput")]
+        figures = [_plain(attempt["figures"][name]) for name in ("steps", "tokens", "wall", "device_hours", "goodput")]
         rows.append([f"{attempt['attempt']} ({attempt['end']})", devices, *figures])
     header = ["attempt", "devices", "new steps", "new tokens", "wall time", "device-hours", "goodput"]
-    return f"## Attempts\n\n{_table(header, rows)}"
+    return f"## Attempts\n\n{_table(header, rows, 'llrrrrr')}"
 
 
 def _energy(card: dict[str, Any]) -> str:
@@ -185,7 +196,8 @@ def _energy(card: dict[str, Any]) -> str:
     }
     rows = [[words, _show(card["energy"][key]), card["energy"][key]["method"]] for key, words in names.items()]
     cost = card["money"]["cost"]
-    return f"## Energy and money\n\n{_table(['', '', 'method'], [*rows, ['cost', _show(cost), cost['method']]])}"
+    rows.append(["cost", _show(cost), cost["method"]])
+    return f"## Energy and money\n\n{_table(['', '', 'method'], rows, 'lrl')}"
 
 
 def _lineage(card: dict[str, Any]) -> str:

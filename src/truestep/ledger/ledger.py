@@ -74,7 +74,7 @@ def account(title: str, spans: Sequence[Span]) -> Account:
         "steps": Figure(num_steps, "steps", "optimizer steps, each counted once"),
         "tokens": Figure(kept, "tokens", "tokens of these steps"),
         "tokens_repeated": Figure(repeated, "tokens", "tokens of steps done again after a resume or roll-back"),
-        "wall": Figure(wall_s, "s", f"{until} to the end of the attempt{end}, summed over attempts"),
+        "wall": Figure(wall_s, "s", f"{until} to the end of each attempt{end}"),
         "goodput": _ratio(phases_s[PRODUCTIVE], wall_s, "productive seconds / all seconds"),
         "device_hours": _sum(spans, _device_hours, "device-hours", "devices held x wall time"),
         "flops_causal": _sum(spans, lambda s: _flops(s, "causal"), "FLOP", _flops_method(spans, "causal")),

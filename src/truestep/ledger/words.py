@@ -59,6 +59,13 @@ def show(figure: Figure) -> str:
         return duration(value)
     if unit == "bytes":
         return size(value)
-    if unit in ("nats per token", "bits per byte", ""):
-        return f"{value:.4g} {unit}".strip() if unit != "nats per token" else f"{value:.4f} {unit}"
+    if unit in ("nats per token", "bits per byte"):
+        return f"{value:.4f} {unit}"
+    if unit == "PUE":
+        return f"{value:g}"
     return f"{count(value)} {unit}"
+
+
+def bare(figure: Figure) -> str:
+    """A figure without its unit, for a column whose head says it. Times keep theirs."""
+    return show(figure) if figure.unit == "s" else show(figure).removesuffix(f" {figure.unit}")

@@ -102,7 +102,7 @@ def _narrow(values: np.ndarray) -> np.ndarray:
 
 
 def _write(table: pa.Table, says: dict[str, str], file: BinaryIO) -> None:
-    coding = {"use_dictionary": False, "column_encoding": _ENCODING, "compression": "zstd"}
+    coding = {"use_dictionary": False, "column_encoding": _ENCODING, "compression": "zstd", "write_page_checksum": True}
     with pq.ParquetWriter(file, table.schema, write_statistics=False, store_schema=False, **coding) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata(says)
@@ -111,7 +111,7 @@ def _write(table: pa.Table, says: dict[str, str], file: BinaryIO) -> None:
 def _read_segment(path: Path) -> tuple[str, pa.Table]:
     """Stage and rows of one segment."""
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, page_checksum_verification=True)
         table, says = file.read(), {key.decode(): value.decode() for key, value in file.metadata.metadata.items()}
         attempt, rank, stage = int(says["attempt"]), int(says["rank"]), says["stage"]
     except (pa.ArrowInvalid, OSError, KeyError, ValueError) as error:

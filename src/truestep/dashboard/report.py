@@ -1,0 +1,246 @@
+"""The report: one self-contained HTML page about a run, from its log and its ranks' metrics. Whatever is missing is
+left out or said to be not recorded."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from truestep.dashboard.plots import Curves, Plot, plots, resumed_at
+from truestep.dashboard.status import Status, status
+from truestep.errors import LogError, StorageError
+from truestep.ledger.checks import Check, check_stage
+from truestep.ledger.figure import NOT_RECORDED
+from truestep.ledger.history import History, collect, standing_steps
+from truestep.ledger.ledger import Account, Ledger, build_ledger
+from truestep.ledger.words import bare, count, duration, power_of_ten, show
+from truestep.runlog.log import read, verify
+from truestep.runlog.metrics import read_metrics
+from truestep.runlog.records import Data, Eval, Gate, Model, Note, Sample, Yardstick
+
+COLOURS = {
+    "productive": "#2563eb",
+    "data wait": "#f59e0b",
+    "rework": "#dc2626",
+    "checkpoint stall": "#a855f7",
+    "evaluation": "#059669",
+    "start-up": "#64748b",
+    "restart": "#94a3b8",
+    "other": "#cbd5e1",
+}
+MORE_COLOURS = ["#0891b2", "#84cc16", "#db2777", "#7c3aed", "#b45309", "#0f766e"]
+COLUMNS = {
+    "steps": "steps",
+    "tokens": "tokens",
+    "tokens_repeated": "repeated",
+    "wall": "wall time",
+    "goodput": "goodput",
+    "device_hours": "device-hours",
+    "flops_causal": "FLOPs (causal)",
+    "mfu_causal": "MFU (causal)",
+    "mfu_full": "MFU (full)",
+    "money": "cost",
+}
+
+
+@dataclass(frozen=True)
+class StageView:
+    """What the page shows of one stage."""
+
+    name: str
+    kind: str
+    facts: list[tuple[str, str]]
+    plots: list[Plot]
+    gate: Gate | None
+    samples: list[Sample]
+    checks: list[Check]
+    resumed: bool
+
+
+def write_report(run_dir: Path | str, out: Path | str) -> Path:
+    """Write the page to `out` and return its path; nothing half-written.
+
+    LogError: no run directory, an empty or an altered log. StorageError: `out` cannot be written.
+    """
+    page, out = render(run_dir), Path(out)
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        temporary.write_bytes(page.encode("utf-8", "replace"))
+        os.replace(temporary, out)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {out}: {error.strerror}; choose another place with --out") from None
+    return out
+
+
+def render(run_dir: Path | str) -> str:
+    """The page as text."""
+    now, history = status(run_dir), collect(read(run_dir))
+    ledger, verified = build_ledger(history), verify(run_dir)
+    remarks = list(verified.remarks)
+    rows = _shard_rows(run_dir, remarks)
+    views = [_stage(history, ledger, name, rows) for name in history.stages()]
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("truestep.dashboard", "."), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.get_template("report.html.j2").render(
+        now=now,
+        tiles=_tiles(now, ledger),
+        stages=views,
+        bars=_bars(ledger),
+        columns=list(COLUMNS.values()),
+        rows=_rows(ledger),
+        corpora=[_corpus(r.data) for r in history.records if isinstance(r.data, Data)],
+        notes=[r.data.text for r in history.records if isinstance(r.data, Note)],
+        remarks=remarks,
+        facts=_facts(history),
+        verified=verified,
+    )
+
+
+def _shard_rows(run_dir: Path | str, remarks: list[str]) -> pa.Table | None:
+    try:
+        return read_metrics(run_dir)
+    except LogError as error:  # one rank's damaged file must not hide the rest of the run
+        remarks.append(f"gradient norms per shard are left out: {error}")
+        return None
+
+
+def _stage(history: History, ledger: Ledger, name: str, rows: pa.Table | None) -> StageView:
+    spans = history.of_stage(name)
+    start = next((s.start for s in reversed(spans) if s.start), None)
+    mine = [r.data for r in history.records if not isinstance(r.data, dict)]
+    yardsticks = {n: b for y in mine if isinstance(y, Yardstick) for n, b in y.bits_per_byte.items()}
+    curves = Curves(
+        steps=standing_steps(history, name),
+        evals=[e for s in spans for e in s.evals],
+        saves=[save for s in spans for save in s.saves],
+        resumes=resumed_at([s.steps[0].step for s in spans if s.steps]),
+        yardsticks=yardsticks,
+        rows=None if rows is None else rows.filter(pc.field("stage") == name),
+    )
+    gates = [d for d in mine if isinstance(d, Gate) and d.stage == name]
+    samples = {d.prompt: d for d in mine if isinstance(d, Sample) and d.stage == name}
+    models = [d for d in mine if isinstance(d, Model) and d.stage == name]
+    return StageView(
+        name=name,
+        kind=start.stage_kind if start else "",
+        facts=_stage_facts(curves, start, models),
+        plots=plots(curves),
+        gate=gates[-1] if gates else None,
+        samples=list(samples.values()),
+        checks=check_stage(history, name, ledger.stages[name]),
+        resumed=bool(curves.resumes),
+    )
+
+
+def _stage_facts(curves: Curves, start: Any, models: list[Model]) -> list[tuple[str, str]]:
+    facts = []
+    if start is not None:
+        total = start.params.get("total")
+        facts.append(("parameters", NOT_RECORDED if total is None else count(total)))
+        facts.append(("context", NOT_RECORDED if start.context is None else count(start.context)))
+        facts.append(("batch", NOT_RECORDED if start.batch_tokens is None else f"{count(start.batch_tokens)} tokens"))
+        facts.append(("precision", start.precision or NOT_RECORDED))
+        facts.append(("started from", start.start or NOT_RECORDED))
+        facts += [(str(name), str(value)) for name, value in start.settings.items()]
+    if curves.evals:
+        facts.append(("held-out", _held_out(curves.evals[-1])))
+    if models:
+        facts.append(("model", models[-1].digest[:16]))
+    return facts
+
+
+def _held_out(last: Eval) -> str:
+    bits = "" if last.bits_per_byte is None else f", {last.bits_per_byte:.4f} bits per byte"
+    return f"loss {last.loss:.4f}{bits}"
+
+
+def _tiles(now: Status, ledger: Ledger) -> list[tuple[str, str, str]]:
+    """(title, figure, what it is) at the top of the page."""
+    figures = ledger.total.figures
+    last = now.held_out
+    held_out = (
+        NOT_RECORDED
+        if last is None
+        else f"{last.loss:.4f}"
+        if last.bits_per_byte is None
+        else f"{last.bits_per_byte:.4f}"
+    )
+    unit = "nats per token" if last is not None and last.bits_per_byte is None else "bits per byte"
+    return [
+        ("held-out", held_out, unit if last is not None else ""),
+        ("training loss", NOT_RECORDED if now.loss is None else f"{now.loss:.4f}", "last step"),
+        ("tokens", count(figures["tokens"].number() or 0), f"in {show(figures['steps'])}"),
+        ("speed", NOT_RECORDED if now.tokens_per_s is None else count(now.tokens_per_s), "tokens/s, last steps"),
+        ("MFU", show(figures["mfu_causal"]), "in steps, causal"),
+        ("goodput", show(figures["goodput"]), "productive share of time"),
+        ("compute", _flops(figures["flops_causal"].number()), "FLOP, causal"),
+        ("cost", show(figures["money"]), "declared price"),
+    ]
+
+
+def _flops(value: float | None) -> str:
+    return NOT_RECORDED if value is None else power_of_ten(value)
+
+
+def _bars(ledger: Ledger) -> list[dict[str, Any]]:
+    """A bar of phases for each attempt, as wide as its share of the longest attempt."""
+    names = dict.fromkeys(name for account in ledger.attempts.values() for name in account.phases_s)
+    extra = [name for name in names if name not in COLOURS]
+    colours = COLOURS | {name: MORE_COLOURS[i % len(MORE_COLOURS)] for i, name in enumerate(extra)}
+    longest = max((account.value("wall") or 0.0 for account in ledger.attempts.values()), default=0.0)
+    return [_bar(account, colours, longest) for account in ledger.attempts.values()]
+
+
+def _bar(account: Account, colours: dict[str, str], longest_s: float) -> dict[str, Any]:
+    wall_s = account.value("wall") or 0.0
+    phases = sorted(((n, s) for n, s in account.phases_s.items() if s > 5e-4 * wall_s), key=lambda item: -item[1])
+    parts = [
+        {"name": name, "time": duration(s), "percent": 100 * s / max(wall_s, s), "colour": colours[name]}
+        for name, s in phases
+    ]
+    return {
+        "title": account.title,
+        "time": duration(wall_s),
+        "percent": 100 * wall_s / longest_s if longest_s else 0,
+        "parts": parts,
+    }
+
+
+def _rows(ledger: Ledger) -> list[dict[str, Any]]:
+    """The ledger's table: a row per attempt and stage, sums per stage where there are several, and the whole run."""
+    accounts = [account for _, _, account in ledger.rows]
+    sums = [account for account in ledger.stages.values() if len(account.attempts) > 1 and len(ledger.stages) > 1]
+    return [_row(account, "") for account in accounts] + [_row(a, "sum") for a in [*sums, ledger.total]]
+
+
+def _row(account: Account, style: str) -> dict[str, Any]:
+    cells = []
+    for name in COLUMNS:
+        figure = account.figures[name]
+        text = bare(figure)
+        cells.append({"text": text, "method": f"{figure.method} ({figure.source})", "unknown": figure.value is None})
+    return {"title": account.title, "cells": cells, "style": style}
+
+
+def _corpus(data: Data) -> dict[str, str]:
+    known = {"documents": data.documents, "tokens": data.tokens, "bytes": data.bytes}
+    texts = {name: NOT_RECORDED if value is None else count(value) for name, value in known.items()}
+    dropped = ", ".join(f"{count(n)} {why}" for why, n in data.dropped.items()) or "none reported"
+    return {"name": data.name, "source": data.source, "dropped": dropped, "fingerprint": data.fingerprint[:16], **texts}
+
+
+def _facts(history: History) -> list[tuple[str, str]]:
+    """Versions, devices and digests of the last attempt that said them."""
+    start = next((a.start for a in reversed(history.attempts) if a.start), None)
+    if start is None:
+        return []
+    devices = ", ".join(f"{n} × {name}" for name, n in start.devices.items()) or NOT_RECORDED
+    facts = [("devices", devices), ("processes", str(start.world))]
+    facts += [(name, value) for name, value in start.versions.items()]
+    return facts + [(f"{name} digest", value[:16]) for name, value in start.digests.items()]

@@ -1,0 +1,142 @@
+"""Where a run stands, from its log and a look at its process."""
+
+import os
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from truestep.errors import LogError
+from truestep.runlog.log import LogReader, is_locked, segments
+from truestep.runlog.records import AttemptEnd, AttemptStart, Eval, Gate, Resume, Save, Segment, StageStart, Step
+
+State = Literal["running", "finished", "stopped", "failed", "silent"]
+RECENT_STEPS = 50
+PATIENCE_S = 120.0  # a process that cannot be looked at is silent after this long, or ten steps
+
+
+@dataclass
+class Status:
+    """A run at one moment. None where the log does not say.
+
+    state: running, finished, stopped (in order; the same command goes on), failed (it said so, or its process is gone
+    without a word), silent (no record for long from a process that cannot be looked at from here).
+    reason: what the last attempt said at its end: finished, stopped, gate or failed.
+    """
+
+    run: str
+    state: State = "silent"
+    reason: str | None = None
+    says: str = ""
+    attempt: int = 0
+    world: int | None = None
+    stages: list[str] = field(default_factory=list)
+    stage: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    tokens_per_s: float | None = None
+    step_s: float | None = None
+    held_out: Eval | None = None
+    saved: Save | None = None
+    saved_age_s: float | None = None
+    failed_saves: int = 0  # in a row, up to now
+    gates: dict[str, Gate] = field(default_factory=dict)
+    time_left_s: float | None = None  # of this stage, while it runs
+    age_s: float = 0.0  # of the newest record
+    remarks: list[str] = field(default_factory=list)
+
+
+def status(run_dir: Path | str, now_s: float | None = None) -> Status:
+    """Read the run's log (verified on the way). LogError: no run directory, an empty or an altered log."""
+    now_s = time.time() if now_s is None else now_s
+    reader, recent = LogReader(run_dir), deque[Step](maxlen=RECENT_STEPS)
+    found, process, end = Status(run=Path(run_dir).resolve().name), None, None
+    for record in reader.records():
+        data = record.data
+        found.age_s = now_s - record.time_s
+        if isinstance(data, Segment):
+            process = data
+            if record.attempt != found.attempt:
+                found.attempt, end = record.attempt, None
+                recent.clear()
+        elif isinstance(data, AttemptEnd):
+            end = data
+        elif isinstance(data, Step):
+            recent.append(data)
+            found.stage, found.step, found.loss, found.lr = data.stage, data.step, data.loss, data.lr
+        else:
+            _take(found, data, recent, now_s - record.time_s)
+    if process is None:
+        raise LogError(f"{Path(run_dir) / 'log'} has no records: the run has not begun; start it with `truestep run`")
+    if recent:
+        found.step_s = median(step.step_s for step in recent)
+        whole_s = sum(step.step_s for step in recent)
+        found.tokens_per_s = sum(step.tokens for step in recent) / whole_s if whole_s else None
+    found.remarks = reader.remarks
+    _judge(found, end, process, segments(run_dir)[-1])
+    if found.state == "running":
+        if found.step_s is not None and found.step is not None and found.steps is not None:
+            found.time_left_s = found.step_s * (found.steps - found.step)
+    elif torn := reader.torn():
+        found.remarks.append(torn)
+    return found
+
+
+def _take(found: Status, data: object, recent: deque[Step], age_s: float) -> None:
+    if isinstance(data, AttemptStart):
+        found.run, found.world, found.stages = data.run or found.run, data.world, data.stages
+    elif isinstance(data, StageStart):
+        found.stage, found.step, found.steps = data.stage, data.start_step, data.steps
+        found.loss = found.lr = found.held_out = None
+        recent.clear()
+    elif isinstance(data, Resume):
+        found.stage, found.step = data.stage, data.step
+    elif isinstance(data, Eval):
+        found.held_out = data
+    elif isinstance(data, Save):
+        found.failed_saves = 0 if data.ok else found.failed_saves + 1
+        if data.ok:
+            found.saved, found.saved_age_s = data, age_s
+    elif isinstance(data, Gate):
+        found.gates[data.stage] = data
+
+
+def _judge(found: Status, end: AttemptEnd | None, process: Segment, newest: Path) -> None:
+    """Running, or how it ended."""
+    if end is not None:
+        states: dict[str, State] = {"finished": "finished", "stopped": "stopped", "gate": "stopped", "failed": "failed"}
+        words = {"finished": "all stages are done", "stopped": "stopped in order", "gate": "a gate did not pass"}
+        found.state, found.reason = states[end.reason], end.reason
+        found.says = end.error or words.get(end.reason, "the attempt failed")
+        return
+    alive = _alive(process, newest)
+    patience_s = max(PATIENCE_S, 10 * (found.step_s or 0.0))
+    if alive is None:
+        alive = True if found.age_s <= patience_s else None
+    if alive is None:
+        found.state, found.says = "silent", f"no record from host {process.host}, which cannot be looked at from here"
+    elif not alive:
+        found.state, found.says = "failed", f"process {process.pid} is gone without a word (killed or crashed)"
+    else:
+        found.state = "running"
+        found.says = f"process {process.pid} on {process.host}" + (", quiet" if found.age_s > patience_s else "")
+
+
+def _alive(process: Segment, newest: Path) -> bool | None:
+    """Whether the writer lives: it holds the segment's lock and its pid exists. None for another host's."""
+    if process.host != socket.gethostname():
+        return None
+    if is_locked(newest) is False:
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it exists and is somebody else's
+        return True
+    return True

@@ -110,7 +110,7 @@ def _fsdp(rank, world, path, seed):
 
 
 def _fsdp_save(rank, world, path):
-    net, tensors = _fsdp(rank, world, path, seed=1)
+    _, tensors = _fsdp(rank, world, path, seed=1)
     checkpointer = many(LocalStore(path), rank, world)
     result = checkpointer.save(3, tensors, {}, asynchronous=True).result()
     checkpointer.close()

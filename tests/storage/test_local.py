@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.dist import run_ranks
 from truestep.errors import StorageError
@@ -47,11 +48,14 @@ def test_taken_name_is_left_as_it_is(tmp_path, way):
 
 
 def _race(rank, world, path):
+    dist.barrier()
+    won = True
     try:
         LocalStore(path).create("commits/1", str(rank).encode())
     except KeyExists:
-        return False
-    return True
+        won = False
+    dist.barrier()  # nobody leaves while another still connects
+    return won
 
 
 def test_only_one_creator_wins(tmp_path):

@@ -13,7 +13,7 @@ assert sys.byteorder == "little", "truestep stores and compares little-endian by
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor in row order, without a copy."""
     flat = tensor.detach().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

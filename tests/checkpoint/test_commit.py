@@ -1,0 +1,268 @@
+"""The commit protocol: a crash at any event leaves exactly the committed checkpoints, and only live attempts commit."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.common import ROWS, assert_same, full_state, many, one, save_one, shard
+from tests.dist import run_ranks
+from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed, newest, read_catalogue
+from truestep.checkpoint.load import load, load_newest
+from truestep.checkpoint.verify import verify
+from truestep.errors import CheckpointError, StorageError
+from truestep.storage.interface import silent
+from truestep.storage.local import LocalStore
+from truestep.storage.objects import ObjectStore
+
+
+class Crash(Exception):
+    """What a test raises in the middle of a protocol."""
+
+
+class Numbered:
+    """Counts events and acts at the k-th (from 1)."""
+
+    def __init__(self, act=lambda: None, at=0):
+        self.names, self.act, self.at = [], act, at
+
+    def __call__(self, name):
+        self.names.append(name)
+        if len(self.names) == self.at:
+            self.act()
+
+
+def _crash():
+    raise Crash
+
+
+def _assert_loadable_is_committed(store, states):
+    """Every commit loads bitwise, the newest is taken, and the old one is always among them."""
+    committed = list_committed(store)
+    assert Committed(1, 1) in committed
+    for each in committed:
+        assert verify(store, each) == []
+        target = full_state(99)
+        assert load(store, each, target).extra == {"step": each.step}
+        assert_same(target, states[each.step])
+    target = full_state(99)
+    loaded = load_newest(store, target)
+    assert loaded.step == committed[-1].step and loaded.fell_back == []
+    assert_same(target, states[loaded.step])
+    return {each.step for each in committed}
+
+
+def _second_attempt(store):
+    """Begin an epoch and save step 2; what a restart of a run does."""
+    checkpointer = one(store)
+    result = checkpointer.save(2, full_state(2), {"step": 2}, asynchronous=True).result()
+    checkpointer.close()
+    return result
+
+
+def _events_of_second_attempt(folder):
+    store = LocalStore(folder)
+    assert save_one(store, 1, full_state(1)).ok
+    store.event = counter = Numbered()
+    assert _second_attempt(store).ok
+    return counter.names
+
+
+def test_c38_one_process_raises_at_every_event(tmp_path):
+    states = {1: full_state(1), 2: full_state(2)}
+    names = _events_of_second_attempt(tmp_path / "count")
+    assert len(names) >= 20 and len({name.split(":")[-1] for name in names}) >= 12
+    outcomes = []
+    for k in range(1, len(names) + 1):
+        store = LocalStore(tmp_path / str(k))
+        assert save_one(store, 1, states[1]).ok
+        store.event = Numbered(_crash, at=k)
+        try:
+            ok = _second_attempt(store).ok
+        except Crash:
+            ok = False  # before the save began
+        store.event = silent
+        steps = _assert_loadable_is_committed(store, states)
+        assert not ok or 2 in steps
+        outcomes.append(2 in steps)
+    assert outcomes == sorted(outcomes), "the commit is one point in the order of events"
+    assert not outcomes[0] and outcomes[-1]
+
+
+def _die_at(rank, world, path, k, states):
+    """Fork a child that dies at event k, as by SIGKILL: nothing is cleaned up."""
+    store = LocalStore(path)
+    assert save_one(store, 1, states[1]).ok
+    child = os.fork()
+    if child == 0:
+        store.event = Numbered(lambda: os._exit(9), at=k)
+        _second_attempt(store)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 9
+    return _assert_loadable_is_committed(LocalStore(path), states)
+
+
+def _die_everywhere(rank, world, folder, count, states):
+    return [_die_at(rank, world, folder / f"{k}", k, states) for k in range(1, count + 1)]
+
+
+def test_c38_one_process_dies_at_every_event(tmp_path):
+    states = {1: full_state(1), 2: full_state(2)}
+    count = len(_events_of_second_attempt(tmp_path / "count"))
+    (outcomes,) = run_ranks(_die_everywhere, 1, tmp_path, count, states)
+    found = [2 in steps for steps in outcomes]
+    assert found == sorted(found) and not found[0] and found[-1]
+
+
+def _save_pair(rank, world, path, victim, k, deadline_s):
+    """Both ranks save step 2; `victim` dies at its k-th event, and the other one reports."""
+    store = LocalStore(path)
+    checkpointer = many(store, rank, world, epoch=2, deadline_s=deadline_s)
+    state = shard(full_state(2), (world,), ROWS)
+    dist.barrier()
+    store.event = counter = Numbered(lambda: os._exit(9), at=k if rank == victim else 0)
+    result = checkpointer.save(2, state, {"step": 2}, asynchronous=True).result()
+    return result.ok, counter.names
+
+
+def _pair(path, victim, k, deadline_s=1.5):
+    """A run with a committed step 1, then two ranks of which one dies: (survivor's ok or None, its events)."""
+    store = LocalStore(path)
+    assert save_one(store, 1, full_state(1)).ok
+    begin_epoch(store)
+    try:
+        return run_ranks(_save_pair, 2, path, victim, k, deadline_s)
+    except RuntimeError as error:
+        assert "died without a word" in str(error) or "Connection" in str(error), error
+        return None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_c38_one_of_two_ranks_dies_at_sampled_events(tmp_path, victim):
+    """A few events of each rank; all of them in the slow test."""
+    _ranks_die(tmp_path, victim, every=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_c38_one_of_two_ranks_dies_at_every_event(tmp_path, victim):
+    _ranks_die(tmp_path, victim, every=1)
+
+
+def _ranks_die(folder, victim, every):
+    states = {1: full_state(1), 2: full_state(2)}
+    results = _pair(folder / "count", victim=-1, k=0, deadline_s=20.0)
+    assert results is not None and all(ok for ok, _ in results)
+    count = len(results[victim][1])
+    for k in sorted({*range(1, count + 1, every), count}):
+        assert _pair(folder / str(k), victim, k) is None
+        _assert_loadable_is_committed(LocalStore(folder / str(k)), states)
+
+
+def test_c48_which_is_the_newest(tmp_path):
+    store = LocalStore(tmp_path)
+    checkpointer = one(store)
+    for step in (900, 1000):
+        assert checkpointer.save(step, {"w": torch.tensor([float(step)])}, {}, asynchronous=False).result().ok
+    for step in (1100, 1200):  # data and manifest are there, the commit is not
+        store.event = lambda name: _crash() if name == "commit to be created" else None
+        assert not checkpointer.save(step, {"w": torch.tensor([float(step)])}, {}, asynchronous=False).result().ok
+    checkpointer.close()
+    (tmp_path / "commits" / "latest").write_text("step_800")  # a stray pointer means nothing
+    target = {"w": torch.zeros(1)}
+    assert newest(store) == Committed(1000, 1)
+    assert load_newest(store, target).step == 1000 and target["w"].item() == 1000.0
+
+
+def test_c48_listed_but_gone(tmp_path, caplog):
+    """The newest epoch names a commit that was deleted: the one before, with a loud note; none at all raises."""
+    store = LocalStore(tmp_path)
+    assert save_one(store, 900, {"w": torch.tensor([900.0])}).ok
+    assert save_one(store, 1000, {"w": torch.tensor([1000.0])}).ok
+    begin_epoch(store)
+    store.delete(Committed(1000, 2).key)
+    target = {"w": torch.zeros(1)}
+    loaded = load_newest(store, target)
+    assert loaded.step == 900 and target["w"].item() == 900.0
+    assert loaded.fell_back == ["the checkpoint of step 1000, epoch 2, is listed but gone"]
+    assert "step 1000" in caplog.text
+    store.delete(Committed(900, 1).key)
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be loaded: .*step 900, epoch 1, is listed but gone"):
+        load_newest(store, target)
+
+
+def test_c48_empty_store(tmp_path):
+    """None, so that the caller can start and say so, or refuse."""
+    store = LocalStore(tmp_path / "nothing")
+    assert newest(store) is None and load_newest(store, {"w": torch.zeros(1)}) is None
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_superseded_attempt_commits_nothing(tmp_path):
+    store = LocalStore(tmp_path)
+    zombie = one(store)
+    assert zombie.save(1, {"w": torch.ones(1)}, {}, asynchronous=False).result().ok
+    live = one(store)
+    late = zombie.save(2, {"w": torch.zeros(1)}, {}, asynchronous=False).result()
+    assert not late.ok and "epoch 1 was superseded by 2" in late.error
+    assert live.save(3, {"w": torch.ones(1)}, {}, asynchronous=False).result().ok
+    assert list_committed(store) == [Committed(1, 1), Committed(3, 2)]
+    zombie.close()
+    live.close()
+
+
+def test_a_commit_that_slipped_through_is_void(tmp_path):
+    """The zombie pauses between its look at the epochs and its commit; the new attempt does not name what comes late."""
+    store = LocalStore(tmp_path)
+    zombie = one(store)
+    assert zombie.save(1, {"w": torch.ones(1)}, {}, asynchronous=False).result().ok
+    other = LocalStore(tmp_path)
+    store.event = lambda name: begin_epoch(other) and None if name == "commit to be created" else None
+    assert zombie.save(2, {"w": torch.zeros(1)}, {}, asynchronous=False).result().ok
+    assert "commits/000000000002-000001" in {entry.key for entry in store.list()}
+    assert list_committed(store) == [Committed(1, 1)]
+    zombie.close()
+
+
+def test_quarantine_is_passed_over_and_forgotten_by_the_next_epoch(tmp_path):
+    store = LocalStore(tmp_path)
+    for step in (1, 2):
+        assert save_one(store, step, {"w": torch.ones(1)}).ok
+    bad = Committed(2, 2).key
+    assert newest(store, quarantine=[bad]) == Committed(1, 1)
+    loaded = load_newest(store, {"w": torch.zeros(1)}, quarantine=[bad])
+    assert loaded.step == 1 and loaded.fell_back == [f"passed over {bad}: it is quarantined"]
+    begin_epoch(store, quarantine=[bad])
+    assert list_committed(store) == [Committed(1, 1)]
+
+
+def test_two_attempts_that_begin_at_once(tmp_path):
+    store, rival = LocalStore(tmp_path), LocalStore(tmp_path)
+    begin_epoch(store)
+    events = []
+
+    def event(name):
+        events.append(name)
+        if name == "epoch to be created" and events.count(name) == 1:
+            assert begin_epoch(rival).number == 2
+
+    store.event = event
+    assert begin_epoch(store).number == 3
+    assert read_catalogue(store).epoch == 3
+
+
+class _LostAnswer(ObjectStore):
+    """Creates the commit, then fails as if the answer had been lost."""
+
+    def create(self, key, data):
+        super().create(key, data)
+        if key.startswith("commits/"):
+            raise StorageError("the connection was reset")
+
+
+def test_lost_answer_to_a_successful_commit(tmp_path):
+    store = _LostAnswer("memory://")
+    assert save_one(store, 1, {"w": torch.ones(1)}).ok
+    assert list_committed(store) == [Committed(1, 1)]

@@ -36,7 +36,7 @@ def plain(q, k, v, window: int | None, scale: float, softcap: float | None) -> t
 @pytest.mark.parametrize("window", [None, 2])
 def test_attend_is_the_plain_formula(window: int | None, softcap: float | None):
     q, k, v = qkv()
-    rule = mask(DOCUMENTS_BT, DOCUMENTS_BT, window, softcap is not None, torch.float64)
+    rule = mask(DOCUMENTS_BT, DOCUMENTS_BT, window, softcap=softcap is not None, head_dim=16, dtype=torch.float64)
     out = attend(q, k, v, rule, 0.3, softcap)
     expected = plain(q, k, v, window, 0.3, softcap)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
@@ -54,7 +54,7 @@ def test_flex_rule_is_the_dense_rule(window: int | None, softcap: float | None, 
     monkeypatch.setattr(attention, "_create_block_mask", lambda: create_block_mask)
     q, k, v = qkv(torch.float32, requires_grad=False)
     blocks = attention._block_mask(DOCUMENTS_BT, window)
-    dense = mask(DOCUMENTS_BT, DOCUMENTS_BT, window, softcap is not None, torch.float32)
+    dense = mask(DOCUMENTS_BT, DOCUMENTS_BT, window, softcap=softcap is not None, head_dim=16, dtype=torch.float32)
     torch.testing.assert_close(attend(q, k, v, blocks, 0.3, softcap), attend(q, k, v, dense, 0.3, softcap))
 
 
@@ -62,7 +62,7 @@ def test_flex_rule_is_the_dense_rule(window: int | None, softcap: float | None, 
 def test_causal_path_is_the_masked_path(softcap: float | None):
     q, k, v = qkv(torch.float32)
     whole = torch.zeros(2, 8, dtype=torch.int32)
-    rule = mask(whole, whole, None, softcap is not None, torch.float32)
+    rule = mask(whole, whole, None, softcap=softcap is not None, head_dim=16, dtype=torch.float32)
     torch.testing.assert_close(attend(q, k, v, None, 0.3, softcap), attend(q, k, v, rule, 0.3, softcap))
 
 
@@ -70,7 +70,7 @@ def test_c06_documents_of_a_row_do_not_mix():
     """Uniform causal attention over two documents of two tokens, values [1, 1 | 5, 5]."""
     documents_BT = torch.tensor([[0, 0, 1, 1]])
     values = torch.tensor([1.0, 1.0, 5.0, 5.0]).view(1, 1, 4, 1)
-    rule = mask(documents_BT, documents_BT, None, False, torch.float32)
+    rule = mask(documents_BT, documents_BT, None, softcap=False, head_dim=16, dtype=torch.float32)
     out = attend(torch.zeros_like(values), torch.zeros_like(values), values, rule, 1.0, None)
     assert out.flatten().tolist() == [1.0, 1.0, 5.0, 5.0]
 
@@ -81,7 +81,7 @@ def test_c19_a_row_that_sees_nothing_gives_zero(dtype: torch.dtype, softcap: flo
     documents_BT = torch.tensor([[-1, 0]])
     q = torch.ones(1, 1, 2, 8, dtype=dtype, requires_grad=True)
     values = torch.tensor([3.0, 4.0], dtype=dtype).view(1, 1, 2, 1).expand(1, 1, 2, 8).clone().requires_grad_()
-    rule = mask(documents_BT, documents_BT, None, softcap is not None, dtype)
+    rule = mask(documents_BT, documents_BT, None, softcap=softcap is not None, head_dim=16, dtype=dtype)
     out = attend(q, q, values, rule, 1.0, softcap)
     assert (out[0, 0, 0] == 0).all() and (out[0, 0, 1] == 4).all()
     grads = torch.autograd.grad(out.sum(), (q, values))

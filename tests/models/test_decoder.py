@@ -16,7 +16,9 @@ from truestep.recipe.model import ModelSection
 SECTIONS = {
     "llama": small(),
     "qwen3": small(family="qwen3", head_dim=16, tie_embeddings=True),
-    "gemma2": small(family="gemma2", sliding_window=3, full_attention_every=2, attention_softcap=5.0, logit_softcap=9.0),
+    "gemma2": small(
+        family="gemma2", sliding_window=3, full_attention_every=2, attention_softcap=5.0, logit_softcap=9.0
+    ),
     "gemma3": small(family="gemma3", sliding_window=3, full_attention_every=2),
     "olmo2": small(family="olmo2"),
 }
@@ -148,7 +150,9 @@ def test_rotation_is_the_complex_product():
     positions_BT = torch.tensor([[0, 3, 11]])
     tables = rope.tables(positions_BT, torch.float64)
     x = torch.randn(1, 3, 2, 8, dtype=torch.float64, requires_grad=True)
-    turn = torch.polar(torch.ones(1, dtype=torch.float64), positions_BT.double()[..., None, None] * frequencies(8, 100.0, None)[0])
+    turn = torch.polar(
+        torch.ones(1, dtype=torch.float64), positions_BT.double()[..., None, None] * frequencies(8, 100.0, None)[0]
+    )
     rotated = torch.complex(x[..., :4], x[..., 4:]) * turn
     torch.testing.assert_close(tables.rotate(x), torch.cat((rotated.real, rotated.imag), -1))
     assert torch.autograd.gradcheck(tables.rotate, (x,))

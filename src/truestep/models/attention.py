@@ -17,15 +17,21 @@ Mask = torch.Tensor | BlockMask | None
 
 
 def mask(
-    queries_BT: torch.Tensor, keys_BS: torch.Tensor, window: int | None, softcap: bool, dtype: torch.dtype
+    queries_BT: torch.Tensor,
+    keys_BS: torch.Tensor,
+    window: int | None,
+    *,
+    softcap: bool,
+    head_dim: int,
+    dtype: torch.dtype,
 ) -> Mask:
     """The mask of documents_BT numbers (-1: padding) for one kind of layer.
 
-    On CUDA without a cache the rule goes to FlexAttention, block by block; elsewhere it is a dense tensor: additive in
-    `dtype` for the fused kernels, which would convert a bool mask in every layer, and bool where scores are explicit.
-    """
+    On CUDA without a cache the rule goes to FlexAttention, block by block (its kernels start at heads of 16 and have no
+    float64); elsewhere it is a dense tensor: additive in `dtype` for the fused kernels, which would convert a bool mask
+    in every layer, and bool where scores are explicit."""
     T, S = queries_BT.shape[1], keys_BS.shape[1]
-    if queries_BT.is_cuda and T == S:
+    if queries_BT.is_cuda and T == S and head_dim >= 16 and dtype != torch.float64:
         return _block_mask(keys_BS, window)
     allowed = queries_BT[:, :, None] == keys_BS[:, None, :]
     allowed &= (keys_BS >= 0)[:, None, :]
@@ -50,7 +56,7 @@ def attend(
     """softmax(cap(scale q kᵀ) + mask) v, (B, H, T, K); the softmax is at least fp32."""
     gqa = q_BHTK.shape[1] != k_BGSK.shape[1]
     if isinstance(mask, BlockMask):
-        return _flex()(q_BHTK, k_BGSK, v_BGSK, _capped(softcap), mask, scale, gqa)
+        return _blockwise(q_BHTK, k_BGSK, v_BGSK, mask, scale, softcap, gqa)
     if softcap is not None:
         return _explicit(q_BHTK, k_BGSK, v_BGSK, mask, scale, softcap)
     causal = mask is None and q_BHTK.shape[2] > 1
@@ -86,6 +92,15 @@ def _block_mask(documents_BT: torch.Tensor, window: int | None) -> BlockMask:
     return _create_block_mask()(rule, rows, None, length, length, device=documents_BT.device)
 
 
+def _blockwise(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float, softcap: float | None, gqa: bool
+) -> Any:
+    """FlexAttention is a kernel only when compiled: with the block around it, or by itself."""
+    if torch.compiler.is_compiling():
+        return flex_attention(q, k, v, _capped(softcap), mask, scale, gqa)
+    return _flex()(q, k, v, _kept_cap(softcap), mask, scale, gqa)
+
+
 @cache
 def _flex() -> Any:
     return torch.compile(flex_attention)
@@ -96,7 +111,6 @@ def _create_block_mask() -> Any:
     return torch.compile(create_block_mask)
 
 
-@cache
 def _capped(softcap: float | None) -> Any:
     if softcap is None:
         return None
@@ -105,3 +119,6 @@ def _capped(softcap: float | None) -> Any:
         return torch.tanh(score / softcap) * softcap
 
     return cap
+
+
+_kept_cap = cache(_capped)  # one function a cap: a new one each call would be compiled anew

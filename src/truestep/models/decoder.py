@@ -83,10 +83,11 @@ class Decoder(nn.Module):
             documents_BT = None
         queries_BT = numbered(tokens_BT, documents_BT)
         keys_BS = queries_BT if cache is None else cache.documents_with(queries_BT)
-        given, capped = {}, self.section.attention_softcap is not None
+        given: dict[int | None, LayerInput] = {}
+        options = {"softcap": self.section.attention_softcap is not None, "head_dim": self.section.head_dim}
         tables = {rope: rope.tables(positions_BT, dtype) for rope in set(self._ropes.values())}
         for window, rope in self._ropes.items():
             plain = documents_BT is None and cache is None and (window is None or window >= length)
-            dense = None if plain else mask(queries_BT, keys_BS, window, capped, dtype)
+            dense = None if plain else mask(queries_BT, keys_BS, window, dtype=dtype, **options)
             given[window] = LayerInput(tables[rope], dense, cache)
         return given

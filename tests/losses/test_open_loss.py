@@ -5,7 +5,7 @@ import torch
 
 from tests.losses.test_cross_entropy import batch
 from truestep.errors import UserError
-from truestep.losses.base import open_loss
+from truestep.losses.base import LossSum, open_loss
 from truestep.losses.cross_entropy import CrossEntropy
 from truestep.numerics.batch import IGNORE
 from truestep.numerics.head import HeadInput
@@ -47,6 +47,12 @@ def test_own_loss_from_outside_the_package(own_package):
     b = batch(torch.tensor([[0, 1, IGNORE]]))
     result = loss(HeadInput(torch.ones(1, 3, 1), torch.tensor([[3.0], [1.0]])), b)
     assert loss.weight(b) == 2 and result.sum.item() == 16.0 and result.metrics == {}
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones((), dtype=torch.bfloat16)])
+def test_a_sum_is_one_number_in_fp32_at_least(wrong):
+    with pytest.raises(UserError, match="one float32 or float64 number"):
+        LossSum(wrong)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,13 @@ def vector(*values: float) -> torch.Tensor:
 
 
 def test_norm_is_that_of_all_elements():
-    grads = [torch.randn(3, 5), torch.randn(7), torch.zeros(0, 4), torch.randn(2, 2).bfloat16()]
+    grads = [
+        torch.randn(3, 5),
+        torch.randn(7),
+        torch.zeros(0, 4),
+        torch.randn(2, 2).bfloat16(),
+        torch.randn(4).double(),
+    ]
     expected = math.sqrt(sum(g.double().square().sum().item() for g in grads))
     norm = grad_norm(grads)
     assert norm.dtype == torch.float64 and norm.item() == pytest.approx(expected, rel=1e-6)

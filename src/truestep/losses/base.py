@@ -25,6 +25,13 @@ class LossSum:
     sum: torch.Tensor
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self):
+        if self.sum.ndim or self.sum.dtype not in (torch.float32, torch.float64):
+            raise UserError(
+                f"a loss returned a sum of shape {tuple(self.sum.shape)} in {self.sum.dtype}; "
+                f"add up the targets into one float32 or float64 number."
+            )
+
 
 @runtime_checkable
 class Loss(Protocol):

@@ -145,17 +145,17 @@ class _Chunks:
 
     def _chunk(self, rows: slice) -> None:
         hidden_CD, labels_C1 = self.hidden_ND[rows], self.labels_N[rows, None]
-        logits_CV = (hidden_CD @ self.weight_VD.T).to(self.nll_N.dtype)
-        softcap, z_loss = self.options.softcap, self.options.z_loss
+        softcap, z_loss, wide = self.options.softcap, self.options.z_loss, self.nll_N.dtype
+        logits_CV = hidden_CD @ self.weight_VD.T
         if softcap is not None:
-            logits_CV.div_(softcap).tanh_().mul_(softcap)
-        probs_CV = torch.log_softmax(logits_CV, dim=-1)
-        nll_C1 = probs_CV.gather(1, labels_C1).neg_()
+            logits_CV = logits_CV.to(wide).div_(softcap).tanh_().mul_(softcap)
+        logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
+        nll_C1 = logp_CV.gather(1, labels_C1).neg_()
         log_z_C1 = nll_C1 + logits_CV.gather(1, labels_C1)
         self.nll_N[rows], self.log_z_N[rows] = nll_C1[:, 0], log_z_C1[:, 0]
         if self.grad_hidden_ND is None and self.grad_weight_VD is None:
             return
-        grad_CV = probs_CV.exp_()
+        grad_CV = logp_CV.exp_()
         if z_loss:
             grad_CV.mul_(1 + 2 * z_loss * log_z_C1)
         grad_CV.scatter_add_(1, labels_C1, grad_CV.new_full(labels_C1.shape, -1.0))

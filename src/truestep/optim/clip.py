@@ -6,6 +6,7 @@ it is checking them all; it is the same on all ranks that hold a shard, so they 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def grad_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Over all elements of local tensors of one device; scalar float64."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    wide = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
     norms = torch._foreach_norm(list(tensors), 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
     return torch.stack(norms).double().square().sum()
 

@@ -47,14 +47,18 @@ class InputFile:
 
     @property
     def size(self) -> int:
-        return 0 if is_remote(self.url) else os.stat(self.url).st_size
+        return 0 if is_remote(self.url) else self._stat().st_size
 
     @property
     def stamp(self) -> str:
         if is_remote(self.url):
             return self.url
-        stat = os.stat(self.url)
+        stat = self._stat()
         return f"{stat.st_size}-{stat.st_mtime_ns}"
+
+    def _stat(self) -> os.stat_result:
+        with reading(self.url):
+            return os.stat(self.url)
 
 
 @dataclass(frozen=True)

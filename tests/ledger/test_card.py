@@ -39,6 +39,8 @@ def test_a_card_is_recomputed_byte_for_byte_after_the_run_went_on(tmp_path, cloc
     digest = write_card(out, card)
     assert digest == hashlib.sha256((out / "card.json").read_bytes()).hexdigest()
     run.say("note", text="between building the card and saying so")
+    assert build_card(tmp_path, "base") != card
+    assert build_card(tmp_path, "base", records=card["log"]["records"]) == card
     run.say("card", stage="base", path="models/base", digest=digest, records=card["log"]["records"])
     run.stage("more", steps=5, start="stage:base", parent="0123456789abcdef")
     run.steps(1, 5, "more")

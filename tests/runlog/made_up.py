@@ -22,7 +22,10 @@ STAGE = dict(
     start="init",
     data=["train", "heldout"],
     model={"family": "llama", "hidden_size": 128, "num_layers": 4},
-    settings={"optimizer": "adamw", "lr": 0.01},
+    settings={
+        "optimizer": [{"group": "matrices", "lr": 0.01}, {"group": "rest", "lr": 0.003}],
+        "mesh": {"dp_shard": 2},
+    },
 )
 
 

@@ -61,7 +61,9 @@ def test_every_line_is_strict_json(tmp_path):
         json.loads(line, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("kind, values", [("step", {"stage": "a"}), ("note", {"text": "a", "colour": "red"})])
+@pytest.mark.parametrize(
+    "kind, values", [("step", {"stage": "a"}), ("note", {"text": "a", "colour": "red"}), ("note", {"text": None})]
+)
 def test_missing_and_unknown_fields_are_refused_and_leave_nothing(tmp_path, kind, values):
     log = RunLog(tmp_path, 1)
     with pytest.raises(TypeError):

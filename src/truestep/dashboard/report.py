@@ -17,7 +17,7 @@ from truestep.ledger.checks import Check, check_stage
 from truestep.ledger.figure import NOT_RECORDED
 from truestep.ledger.history import History, collect, standing_steps
 from truestep.ledger.ledger import Account, Ledger, build_ledger
-from truestep.ledger.words import bare, count, duration, power_of_ten, show
+from truestep.ledger.words import bare, count, duration, flat, power_of_ten, show
 from truestep.runlog.log import read, verify
 from truestep.runlog.metrics import read_metrics
 from truestep.runlog.records import Data, Eval, Gate, Model, Note, Sample, Yardstick
@@ -54,6 +54,7 @@ class StageView:
     name: str
     kind: str
     facts: list[tuple[str, str]]
+    settings: dict[str, str]
     plots: list[Plot]
     gate: Gate | None
     samples: list[Sample]
@@ -130,6 +131,7 @@ def _stage(history: History, ledger: Ledger, name: str, rows: pa.Table | None) -
         name=name,
         kind=start.stage_kind if start else "",
         facts=_stage_facts(curves, start, models),
+        settings=flat({"model": start.model, **start.settings}) if start else {},
         plots=plots(curves),
         gate=gates[-1] if gates else None,
         samples=list(samples.values()),
@@ -147,7 +149,6 @@ def _stage_facts(curves: Curves, start: Any, models: list[Model]) -> list[tuple[
         facts.append(("batch", NOT_RECORDED if start.batch_tokens is None else f"{count(start.batch_tokens)} tokens"))
         facts.append(("precision", start.precision or NOT_RECORDED))
         facts.append(("started from", start.start or NOT_RECORDED))
-        facts += [(str(name), str(value)) for name, value in start.settings.items()]
     if curves.evals:
         facts.append(("held-out", _held_out(curves.evals[-1])))
     if models:

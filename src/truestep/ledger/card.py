@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +24,14 @@ FORMAT = "truestep-card/1"
 T = TypeVar("T")
 
 
-def build_card(run_dir: Path | str, stage: str) -> dict[str, Any]:
-    """The card of `stage` as JSON. LogError if the log is altered, or the stage is not in it."""
-    records = list(read(run_dir))
-    written = [r.data.records for r in records if isinstance(r.data, Card) and r.data.stage == stage]
-    history = collect(islice(records, written[-1] if written else None))
+def build_card(run_dir: Path | str, stage: str, records: int | None = None) -> dict[str, Any]:
+    """The card of `stage` as JSON. LogError if the log is altered, or the stage is not in it.
+
+    `records` computes it from that many records instead: what a card at hand says in `log.records`.
+    """
+    log = list(read(run_dir))
+    written = [r.data.records for r in log if isinstance(r.data, Card) and r.data.stage == stage]
+    history = collect(log[: records or (written[-1] if written else None)])
     spans = history.of_stage(stage)
     start = next((span.start for span in reversed(spans) if span.start), None)
     if start is None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from truestep.ledger.figure import NOT_RECORDED, Figure
-from truestep.ledger.words import bare, duration, show
+from truestep.ledger.words import bare, duration, flat, show
 
 _SIGNS = {"pass": "✅ PASS", "fail": "❌ FAIL", "undecided": "❔ UNDECIDED", "void": "⚪ VOID", "UNGATED": "⚠️ UNGATED"}
 _OUTCOMES = {"holds": "✅", "broken": "❌ BROKEN", "not checked": "– not checked"}
@@ -124,8 +124,7 @@ def _data(corpora: list[dict[str, Any]]) -> str:
 def _model(card: dict[str, Any]) -> str:
     model, training = card["model"], card["training"]
     parameters = ", ".join(f"{name} {_plain(values)}" for name, values in model["parameters"].items())
-    given = {k: v for k, v in model["architecture"].items() if v not in (None, "", [], {})}
-    architecture = ", ".join(f"{name} {value}" for name, value in given.items()) or NOT_RECORDED
+    architecture = ", ".join(f"{name} {value}" for name, value in flat(model["architecture"]).items()) or NOT_RECORDED
     steps = f"{_plain(training['steps'])} of {training['steps_planned']:,} planned steps"
     updates = f"{_plain(training['skipped_updates'])} updates skipped"
     shape = f"context {_or(training['context'])}, batch {_or(training['batch_tokens'])} tokens"
@@ -134,10 +133,11 @@ def _model(card: dict[str, Any]) -> str:
         f"- architecture: {architecture}",
         f"- training: {steps} ({updates}), {shape}, precision {_or(model['precision'])}",
         f"- training loss at the end: {_show(training['final_loss'])}",
-        f"- settings: {', '.join(f'{k} {v}' for k, v in card['stage']['settings'].items()) or NOT_RECORDED}",
         f"- weights: digest `{_or(model['digest'])}`, {_show(model['bytes'])}",
     ]
-    return "## Model\n\n" + "\n".join(lines)
+    settings = "\n".join(f"{path} = {value}" for path, value in flat(card["stage"]["settings"]).items())
+    shown = f"<details><summary>All settings</summary>\n\n{_quoted(settings)}\n\n</details>" if settings else ""
+    return "\n\n".join(["## Model", "\n".join(lines), shown]).strip()
 
 
 def _or(value: object) -> str:

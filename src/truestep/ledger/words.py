@@ -1,6 +1,7 @@
 """Numbers as people read them."""
 
 import math
+from typing import Any
 
 from truestep.ledger.figure import NOT_RECORDED, Figure
 
@@ -69,3 +70,14 @@ def show(figure: Figure) -> str:
 def bare(figure: Figure) -> str:
     """A figure without its unit, for a column whose head says it. Times keep theirs."""
     return show(figure) if figure.unit == "s" else show(figure).removesuffix(f" {figure.unit}")
+
+
+def flat(values: Any, path: str = "") -> dict[str, str]:
+    """Nested settings as dotted path -> text; what is empty or not given is left out."""
+    if isinstance(values, dict | list):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        found: dict[str, str] = {}
+        for key, value in items:
+            found |= flat(value, f"{path}.{key}" if path else str(key))
+        return found
+    return {} if values is None or values == "" else {path: str(values)}

@@ -228,8 +228,8 @@ class RunLog:
 
     def append(self, kind: str, /, **values: Any) -> None:
         """Write one record of `kind` (a key of KINDS), at once. TypeError on missing, unknown or non-JSON fields."""
-        KINDS[kind](**values)  # the dataclass checks the names
         values = {name: value for name, value in values.items() if value is not None}
+        KINDS[kind](**values)  # the dataclass checks the names, and that nothing needed is None
         envelope = {"seq": self._seq, "time": round(time.time(), 3), "attempt": self.attempt, "kind": kind}
         body = _json(envelope | {"data": spell(values)})
         chain = _link(self._head, body)

@@ -180,8 +180,8 @@ class Yardstick:
     """What general compressors reach on the held-out text: name -> bits per byte."""
 
     data: str
-    bytes: int
     bits_per_byte: dict[str, float]
+    bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import time
 import traceback
@@ -22,16 +23,15 @@ def _child(fn: Callable[..., Any], rank: int, world: int, args: tuple, store: st
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if store:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
+            )
         pipe.send_bytes(pickle.dumps((True, fn(rank, world, *args))))
-        dist.destroy_process_group()
+        if store:
+            dist.destroy_process_group()
     except BaseException as error:
         text = f"rank {rank} of {world}: {''.join(traceback.format_exception(error))}"
         pipe.send_bytes(pickle.dumps((False, text)))
@@ -40,11 +40,29 @@ def _child(fn: Callable[..., Any], rank: int, world: int, args: tuple, store: st
         os._exit(0)
 
 
+def run_job(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """As `run_ranks`, but fn joins the job itself, by the variables that torchrun would set."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    old = dict(os.environ)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        return _run(fn, world, args, timeout_s, group=False)
+    finally:
+        os.environ.clear()
+        os.environ.update(old)
+
+
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Call fn(rank, world, *args) on `world` forked ranks; return their results in rank order.
+    """Call fn(rank, world, *args) on `world` forked ranks in a gloo group; return their results in rank order.
 
     The first failure is raised with the rank's traceback and the others are killed; so are all ranks at `timeout_s`.
     """
+    return _run(fn, world, args, timeout_s, group=True)
+
+
+def _run(fn: Callable[..., Any], world: int, args: tuple, timeout_s: float, group: bool) -> list[Any]:
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)  # a forked pool of OpenMP threads may hang
     results: list[Any] = [None] * world
@@ -52,7 +70,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float =
         pipes, processes = {}, []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            store = str(Path(folder) / "store")
+            store = str(Path(folder) / "store") if group else ""
             process = context.Process(target=_child, args=(fn, rank, world, args, store, timeout_s, theirs))
             process.start()
             theirs.close()

@@ -31,3 +31,7 @@ class ModelError(UserError):
 
 class LogError(UserError):
     """A run directory or its log is absent, empty, altered, or in use by another process."""
+
+
+class HeardError(UserError):
+    """The same sentence that rank 0 raises and says; the other ranks end with it in silence."""

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from truestep.errors import UserError
+from truestep.errors import HeardError, UserError
 
 app = typer.Typer(
     name="truestep",
@@ -19,10 +19,17 @@ app = typer.Typer(
 def main() -> None:
     """Run the command line; what is wrong outside the program is one sentence and exit code 2."""
     from truestep.cli import register
+    from truestep.cli.verbs import WorkerFailed
 
     register.verbs(app)
     try:
         app()
+    except WorkerFailed as error:
+        if error.code != 2:
+            print(f"truestep: {error}", file=sys.stderr)
+        sys.exit(error.code if error.code > 0 else 128 - error.code)
+    except HeardError:
+        sys.exit(2)
     except UserError as error:
         for sentence in str(error).splitlines():
             print(f"truestep: {sentence}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import typer
 
-from truestep.cli import check, run, show
+from truestep.cli import check, data, report, run, show, status
 
 
 def verbs(app: typer.Typer) -> None:
@@ -10,3 +10,6 @@ def verbs(app: typer.Typer) -> None:
     app.command()(run.run)
     app.command()(check.check)
     app.command()(show.show)
+    app.add_typer(data.app, name="data")
+    app.command()(status.status)
+    app.command()(report.report)

@@ -1,22 +1,28 @@
 """The verbs as Python functions, usable from a script or a notebook: `truestep.run(recipe)` and friends.
 
-Torch is imported only by what trains.
+Every one takes a recipe as a path, as a mapping, or as a Recipe, with overrides as on the command line; bad input raises
+UserError. Torch is imported only by what trains or generates.
 """
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from truestep.elastic.launch import launch
 from truestep.errors import UserError
 from truestep.parallel.environment import place
-from truestep.recipe.load import dump, load
+from truestep.recipe.dump import dump
+from truestep.recipe.load import load
 from truestep.recipe.recipe import Recipe
 
-RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike
+if TYPE_CHECKING:
+    from truestep.dashboard.status import Status
+
+RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -34,42 +40,109 @@ class RunOutcome:
 
 
 def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
-    """Carry out a recipe (a path, TOML text's mapping, or a Recipe), or go on with it where it was interrupted.
-
-    Starts `machine.processes` ranks, or joins the job of torchrun or srun. Raises UserError for bad input.
-    """
+    """Carry out a recipe, or go on with it where it was interrupted. Starts `machine.processes` ranks, or joins the job
+    of torchrun or srun. Writes report.html into the run's directory."""
     resolved = load(recipe, list(overrides))
     here = place(os.environ)
+    command = os.environ.get("TRUESTEP_COMMAND") or _command(recipe)
     if here is None and resolved.machine.processes > 1:
-        _launch(resolved)
+        _launch(resolved, command)
     else:
         from truestep.stages.run import carry_out
 
-        shown = f"truestep run {recipe}" if isinstance(recipe, str | os.PathLike) else "truestep.run(...)"
-        carry_out(resolved, here, os.environ.get("TRUESTEP_COMMAND", shown))
-    return outcome(resolved)
+        carry_out(resolved, here, command)
+    if here is None:
+        report(_directory(resolved))
+    return _outcome(resolved)
 
 
-def outcome(recipe: Recipe) -> RunOutcome:
-    """How the newest attempt of a recipe's run ended, from its run log."""
-    from truestep.dashboard.status import status
+def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe, if it is sound; else a RecipeError with every problem."""
+    return load(recipe, list(overrides))
 
-    directory = Path(recipe.run.dir).expanduser() / recipe.run.name
-    now = status(directory)
+
+def show(recipe: RecipeLike, overrides: Sequence[str] = ()) -> str:
+    """The resolved recipe as TOML with types in comments; it can be run again."""
+    return dump(load(recipe, list(overrides)))
+
+
+def status(run_dir: str | os.PathLike[str]) -> "Status":
+    """Where a run stands."""
+    from truestep.dashboard.status import status as look
+
+    return look(Path(run_dir))
+
+
+def report(run_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write one self-contained HTML page about a run and return its path."""
+    from truestep.dashboard.report import write_report
+
+    return write_report(Path(run_dir), Path(out) if out else Path(run_dir) / "report.html")
+
+
+def build_data(recipe: RecipeLike, overrides: Sequence[str] = ()) -> dict[str, Path]:
+    """Build the token stores of all data sections, as `run` would; the folder of each by name."""
+    from truestep.stages.corpora import build_all
+
+    return build_all(load(recipe, list(overrides)))
+
+
+def sample(
+    model: str | os.PathLike[str],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """Completions of prompts by a model directory."""
+    from truestep.rollout.directory import sample_from
+
+    return sample_from(Path(model), prompts, max_new_tokens, temperature, top_p, seed)
+
+
+def _directory(recipe: Recipe) -> Path:
+    return Path(recipe.run.dir).expanduser() / recipe.run.name
+
+
+def _outcome(recipe: Recipe) -> RunOutcome:
+    directory = _directory(recipe)
     models = {stage.name: directory / "models" / stage.name for stage in recipe.stages}
-    return RunOutcome(directory, now.reason or "unknown", {name: path for name, path in models.items() if path.is_dir()})
+    reason = status(directory).reason
+    if reason is None:
+        raise UserError(f"{directory}: the attempt ended without a word; see its log, and run the same command again")
+    return RunOutcome(directory, reason, {name: path for name, path in models.items() if path.is_dir()})
 
 
-def _launch(recipe: Recipe) -> None:
-    directory = Path(recipe.run.dir).expanduser() / recipe.run.name
-    resolved = directory.parent / f".{directory.name}.recipe.toml"
+def _command(recipe: RecipeLike) -> str:
+    """What a person types to go on."""
+    if Path(sys.argv[0]).name in ("truestep", "__main__.py"):
+        return " ".join(["truestep", *sys.argv[1:]])
+    return f"truestep run {recipe}" if isinstance(recipe, str | os.PathLike) else "truestep.run(...) again"
+
+
+def _launch(recipe: Recipe, command: str) -> None:
+    """Start the ranks with the resolved recipe, in a file beside the run's directory."""
+    directory = _directory(recipe)
+    file = directory.parent / f".{directory.name}.recipe.toml"
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        resolved.write_text(dump(recipe))
+        file.write_text(dump(recipe))
     except OSError as error:
-        raise UserError(f"run.dir {recipe.run.dir!r} cannot be written ({error.strerror}); choose another folder") from None
-    os.environ.setdefault("TRUESTEP_COMMAND", " ".join(["truestep", *sys.argv[1:]]))
-    code = launch([sys.executable, "-m", "truestep", "run", str(resolved)], recipe.machine.processes)
+        raise UserError(
+            f"run.dir {str(directory.parent)!r} cannot be written ({error.strerror}); choose another folder"
+        ) from None
+    variables = {"TRUESTEP_COMMAND": command, "TRUESTEP_LAUNCHED": str(time.time())}
+    code = launch([sys.executable, "-m", "truestep", "run", str(file)], recipe.machine.processes, variables)
     if code not in (0, 1):
-        # The worker that failed has said why.
-        sys.exit(code if code > 0 else 128 - code)
+        raise WorkerFailed(code)
+
+
+class WorkerFailed(UserError):
+    """A rank ended with `code` and has said why itself."""
+
+    def __init__(self, code: int):
+        self.code = code
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(f"a rank {how}; what it said stands above; the same command goes on from the newest checkpoint")

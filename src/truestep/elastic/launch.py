@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -42,10 +43,11 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def launch(command: list[str], processes: int) -> int:
-    """Run `command` as ranks 0 … processes-1 and return the job's exit code: 0 if all ended with 0, else the first other."""
-    port = str(free_port())
-    workers = Workers([_start(command, rank, processes, port) for rank in range(processes)])
+def launch(command: list[str], processes: int, variables: Mapping[str, str]) -> int:
+    """Run `command` as ranks 0 … processes-1, with `variables` added to their environment, and return the job's exit
+    code: 0 if all ended with 0, else the first other (negative: killed by that signal)."""
+    shared = os.environ | {"MASTER_PORT": str(free_port())} | dict(variables)
+    workers = Workers([_start(command, rank, processes, shared) for rank in range(processes)])
     before = {number: signal.signal(number, workers.interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return _watch(workers)
@@ -57,19 +59,18 @@ def launch(command: list[str], processes: int) -> int:
             signal.signal(number, handler)
 
 
-def _start(command: list[str], rank: int, world: int, port: str) -> subprocess.Popen:
-    variables = {
+def _start(command: list[str], rank: int, world: int, shared: Mapping[str, str]) -> subprocess.Popen:
+    mine = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
         "TRUESTEP_LAUNCHER": "truestep",
     }
     if sys.platform.startswith("linux"):
-        variables.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+        mine["GLOO_SOCKET_IFNAME"] = shared.get("GLOO_SOCKET_IFNAME", "lo")
+    return subprocess.Popen(command, env={**shared, **mine}, start_new_session=True)
 
 
 def _watch(workers: Workers) -> int:

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from truestep.errors import UserError
+from truestep.errors import HeardError, UserError
 from truestep.parallel.environment import Place, rendezvous_variables
+
+
+HEARD_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,21 @@ class Job:
             return self._hear(key)
         try:
             result = decide()
-        except UserError as error:
-            self.store.set(key, json.dumps({"error": str(error), "kind": type(error).__name__}))
-            raise
         except BaseException as error:
-            self.store.set(key, json.dumps({"error": f"rank 0 failed: {error!r}", "kind": "UserError"}))
+            sentence = str(error) if isinstance(error, UserError) else f"rank 0 failed: {error!r}"
+            self.store.set(key, json.dumps({"error": sentence}))
+            self._until_heard(key)
             raise
         self.store.set(key, json.dumps({"result": result}))
         return result
+
+    def _until_heard(self, key: str) -> None:
+        """Rank 0 is about to end, and may take the store with it: let the others read first, for a while."""
+        assert self.store is not None
+        try:
+            self.store.wait([f"{key}/heard/{rank}" for rank in range(1, self.world)], timedelta(seconds=HEARD_S))
+        except dist.DistStoreError:
+            return  # they are gone already, or stuck: the launcher sees to it
 
     def _hear(self, key: str) -> Any:
         assert self.store is not None
@@ -76,11 +86,17 @@ class Job:
                 if "imeout" not in str(error) and "imed out" not in str(error):
                     raise
         message = json.loads(self.store.get(key))
+        self.store.set(f"{key}/heard/{self.rank}", "1")
         if "error" in message:
-            raise UserError(message["error"])
+            raise HeardError(message["error"])
         return message["result"]
 
+    def meet(self) -> None:
+        """Wait for every rank."""
+        self.all_sum([0.0])
+
     def leave(self) -> None:
+        """Give the process groups up. Ranks that end in order `meet` first, since rank 0 may hold the store."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

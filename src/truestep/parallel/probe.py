@@ -10,6 +10,10 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
+# torch 2.13 renames the collective and warns of the old name; 2.11 has only that.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class NormProbe:
     """Collects sums of squares; `next_microbatch` closes one microbatch, `take` returns and clears the norms."""
 
@@ -46,9 +50,7 @@ class ProbedReduceScatter(ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
         self._probe.add(input_tensor)
-        return dist.reduce_scatter_tensor(
-            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
-        )
+        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def watch_leaves(model: nn.Module, probe: NormProbe) -> None:

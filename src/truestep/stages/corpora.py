@@ -109,6 +109,13 @@ def build_store(
     return path
 
 
+def build_all(recipe: Recipe, say: Say = print) -> dict[str, Path]:
+    """The stores of all data sections of a recipe, in the folder that its runs use."""
+    folder = Path(recipe.run.dir).expanduser() / ".data"
+    tokenizer = load_tokenizer(build_tokenizer(recipe, folder, say))
+    return {name: build_store(recipe, name, tokenizer, folder, say) for name in recipe.data}
+
+
 def note_store(context: Context, name: str, store: TokenStore) -> None:
     report = store.header.get("report", {})
     context.note(

@@ -19,7 +19,7 @@ from truestep.errors import CheckpointError, ModelError
 from truestep.models.build import build_model, init_weights
 from truestep.models.hf import load_hf, read_section
 from truestep.models.hub import fetch, is_hub_id
-from truestep.models.load import tensors_of
+from truestep.models.load import require_own_module, tensors_of
 from truestep.optim.groups import describe
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.digests import what
@@ -131,7 +131,11 @@ def starting_point(context: Context, stage: Stage) -> Start | None:
 
 def model_section(context: Context, start: Start | None, tokenizer: Tokenizer) -> ModelSection:
     """The architecture, filled in: that of the start model, else that of the recipe."""
-    section = read_section(start.directory) if start else context.recipe.model
+    section = context.recipe.model
+    if start:
+        own_module = section.module if section else None
+        section = read_section(start.directory)
+        require_own_module(section, own_module, start.directory)
     if section is None:
         raise ModelError("the recipe has no [model] and its stage starts from fresh weights; add [model]")
     resolved = section.resolved(tokenizer.vocab_size)

@@ -29,7 +29,7 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
 
     Every rank of the job calls this; rank 0 keeps the log and speaks. Raises UserError for bad input, on every rank.
     """
-    launched = float(os.environ.get("TRUESTEP_LAUNCHED", time.time()))
+    launched = float(os.environ.get("TRUESTEP_LAUNCHED") or time.time())
     machine = recipe.machine
     job = join(here, device=machine.device, threads=machine.threads, timeout_s=machine.timeout)
     try:
@@ -47,18 +47,18 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
 
 def _attempt(context: Context, launched: float) -> str:
     """One attempt, from its first to its last record."""
-    _say_start(context, launched)
     try:
+        _say_start(context, launched)
         reason = _stages(context)
-    except UserError as error:
-        context.note("attempt_end", reason="failed", error=str(error))
-        raise
+        context.note("attempt_end", reason=reason)
     except BaseException as error:
-        context.note("attempt_end", reason="failed", error=f"{type(error).__name__}: {error}")
+        sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        context.note("attempt_end", reason="failed", error=sentence)
         raise
-    context.note("attempt_end", reason=reason)
-    if context.log:
-        context.log.close()
+    finally:
+        if context.log:
+            context.log.close()
+    context.job.meet()
     return reason
 
 

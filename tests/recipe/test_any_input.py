@@ -1,4 +1,4 @@
-"""Whatever stands in a recipe, loading gives a Recipe or a RecipeError with whole sentences, never another exception."""
+"""Whatever stands in a recipe, loading gives a Recipe or a RecipeError of whole sentences, nothing else."""
 
 from typing import Any
 
@@ -11,8 +11,15 @@ from truestep.recipe.load import dump, load
 from truestep.recipe.recipe import Recipe
 
 _values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["5M", "stage:base"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.just("name"), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["5M", "stage:base"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.just("name"), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 _rich = dict(
@@ -70,14 +77,18 @@ def test_any_change_of_a_recipe(data):
 
 
 _paths = st.lists(
-    st.sampled_from(["stages", "base", "0", "optim", "lr", "data", "train", "model", "run", "name", "ramp", "after", "x", ""]),
+    st.sampled_from(
+        ["stages", "base", "0", "optim", "lr", "data", "train", "model", "run", "name", "ramp", "after", "x", ""]
+    ),
     min_size=1,
     max_size=5,
 ).map(".".join)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(_paths, st.text(max_size=6) | st.sampled_from(["[1]", "{a=1}", "3", "true", '"a"'])), max_size=3))
+@given(
+    st.lists(st.tuples(_paths, st.text(max_size=6) | st.sampled_from(["[1]", "{a=1}", "3", "true", '"a"'])), max_size=3)
+)
 def test_any_override(pairs):
     _check(_rich, [f"{path}={value}" for path, value in pairs])
 

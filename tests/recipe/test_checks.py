@@ -74,7 +74,11 @@ def _two_stages(**second):
         ),
         (
             ["stages.base.evaluate.data=train", "data.held="],
-            "stages.base.evaluate.data is 'train', which is trained on: the",
+            "stages.base.evaluate.data is 'train', the same text as 'train'",
+        ),
+        (
+            ["data.train.split=all", "data.train.holdout="],
+            "stages.base.evaluate.data is 'held', the same text as 'train'",
         ),
         # batches
         (
@@ -91,7 +95,7 @@ def _two_stages(**second):
         ),
         (
             ["stages.base.ramp=[{after=8192, batch_tokens=8320}]"],
-            "stages.base.ramp.0.batch_tokens is 65 rows, not a whole number of microbatches of 8 rows; change it, or mac",
+            "stages.base.ramp.0.batch_tokens is 65 rows, not a whole number of microbatches of 8 rows; change",
         ),
         (
             ["stages.base.ramp=[{after=8192, batch_tokens=8192}, {after=8192, batch_tokens=16384}]"],
@@ -145,6 +149,7 @@ def _two_stages(**second):
             ["data.train.holdout=0.5"],
             "data.held.holdout is 0.01, but 0.5 in data.train, of the same text: held-out doc",
         ),
+        (["tokenizer.kind=file"], 'tokenizer.path is missing, but kind = "file" needs a tokenizer.json, a folder or a'),
         # kinds
         (
             ["stages.base.optim.kind=adam"],

@@ -84,8 +84,8 @@ def test_c86_training_is_three_times_forward_and_the_rule_is_named():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_c86_flops_are_those_that_torch_counts(family):
-    """Forward and backward of a plain `transformers` model with eager (full) attention. Rotary tables, which it makes by
-    a matrix product, do not count."""
+    """Forward and backward of a plain `transformers` model with eager (full) attention. Rotary tables, made by
+    a matrix product there, do not count."""
     model, section = tiny_hf(family, attn_implementation="eager"), section_of(family)
     tokens_BT = torch.arange(2 * 12).reshape(2, 12) % section.vocab_size
     with FlopCounterMode(display=False) as forward:

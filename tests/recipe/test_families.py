@@ -70,7 +70,11 @@ def test_what_the_configuration_can_hold(family):
             ["query_scale=4"],
             "model.query_scale is 4.0, which the family 'llama' cannot hold (only gemma2, gemma3)",
         ),
-        ("gemma2", ["rope_local_theta=4"], "model.rope_local_theta is 4.0, which the family 'gemma2' cannot hold"),
+        (
+            "gemma2",
+            ["sliding_window=8", "rope_local_theta=4"],
+            "model.rope_local_theta is 4.0, which the family 'gemma2' cannot hold",
+        ),
         (
             "qwen2",
             ["attention_bias=false"],

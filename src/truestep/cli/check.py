@@ -10,7 +10,6 @@ from truestep.recipe.check_model import tokenizer_size
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
-from truestep.recipe.stage import Stage
 
 
 def check(recipe: RecipePath, set: Overrides = None) -> None:
@@ -43,19 +42,10 @@ def _stages(recipe: Recipe, model: ModelSection | None) -> Table:
         first, last = schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)
         size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         tokens = schedule.total_rows * stage.context
-        flops = (
-            f"{model.train_flops(tokens, stage.context):.3g}" if model and _fresh(recipe, stage) else "not known yet"
-        )
+        counted = model if recipe.origin_of(stage) == "init" else None
+        flops = f"{counted.train_flops(tokens, stage.context):.3g}" if counted else "not known yet"
         table.add_row(stage.name, f"{schedule.steps:,}", f"{schedule.total_rows:,}", f"{tokens:,}", size, flops)
     return table
-
-
-def _fresh(recipe: Recipe, stage: Stage) -> bool:
-    """Whether the stage trains the recipe's own model: from "init", or from a stage that does."""
-    stages = {earlier.name: earlier for earlier in recipe.stages}
-    while stage.start.startswith("stage:"):
-        stage = stages[stage.start.removeprefix("stage:")]
-    return stage.start == "init"
 
 
 def _parameters(recipe: Recipe, model: ModelSection | None) -> str:

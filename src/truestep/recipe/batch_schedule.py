@@ -1,7 +1,8 @@
 """How many rows each optimizer step takes: a constant batch, or one that grows with the tokens done. Integers only."""
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from truestep.recipe.stage import RampPoint, Stage
@@ -25,28 +26,35 @@ class BatchSchedule:
     context: int
     batch_tokens: int
     ramp: tuple[RampPoint, ...] = ()
-    steps: int = field(init=False)
-    total_rows: int = field(init=False)
-    _segments: tuple[_Segment, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        step = row = 0
-        segments: list[_Segment] = []
-        sizes = [self.batch_tokens, *(point.batch_tokens for point in self.ramp)]
-        ends = [*(min(point.after, self.tokens) for point in self.ramp), self.tokens]
-        for batch_tokens, end in zip(sizes, ends, strict=True):
-            steps = max(0, -(-(end - row * self.context) // batch_tokens))
-            if steps:
-                segments.append(_Segment(step, row, batch_tokens // self.context))
-            step += steps
-            row += steps * (batch_tokens // self.context)
-        for name, value in (("steps", step), ("total_rows", row), ("_segments", tuple(segments))):
-            object.__setattr__(self, name, value)
 
     @classmethod
     def of(cls, stage: Stage) -> "BatchSchedule":
         """The schedule of a stage."""
         return cls(stage.tokens, stage.context, stage.batch_tokens, tuple(stage.ramp))
+
+    @cached_property
+    def _segments(self) -> list[_Segment]:
+        """One for each batch size that comes about, and the end."""
+        step = row = 0
+        segments: list[_Segment] = []
+        sizes = [self.batch_tokens, *(point.batch_tokens for point in self.ramp)]
+        ends = [*(min(point.after, self.tokens) for point in self.ramp), self.tokens]
+        for batch_tokens, end in zip(sizes, ends, strict=True):
+            rows, steps = batch_tokens // self.context, -((row * self.context - end) // batch_tokens)
+            if steps > 0:
+                segments.append(_Segment(step, row, rows))
+                step, row = step + steps, row + steps * rows
+        return [*segments, _Segment(step, row, 0)]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the stage."""
+        return self._segments[-1].first_step
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of the stage."""
+        return self._segments[-1].first_row
 
     def rows(self, step: int) -> tuple[int, int]:
         """[R(step), R(step + 1)): the rows that `step` (0-based) reads, counted from the start of the stage."""

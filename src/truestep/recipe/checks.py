@@ -7,10 +7,11 @@ from truestep.imports import is_import_path
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.data import SOURCES, DataSection
+from truestep.recipe.digests import canonical
 from truestep.recipe.dump import toml
 from truestep.recipe.effect import unused
 from truestep.recipe.paths import items, join, walk
-from truestep.recipe.problems import Problem, did_you_mean, value_words
+from truestep.recipe.problems import Problem, did_you_mean
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import LOSSES, OPTIMIZERS, Stage
 
@@ -28,7 +29,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _kinds(stage, at)
         yield from _batch(stage, at, recipe)
         yield from _schedule(stage, at)
-        yield from _gate(stage, at)
+        yield from _gate(stage, at, recipe)
     yield from _machine(recipe)
 
 
@@ -103,6 +104,8 @@ def _start(stage: Stage, at: str, before: set[str]) -> Iterator[Problem]:
 
 
 def _data(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.tokenizer.kind == "file" and not recipe.tokenizer.path:
+        yield Problem("tokenizer.path", 'is missing, but kind = "file" needs a tokenizer.json, a folder or a hub id.')
     shares: dict[str, tuple[str, float]] = {}
     for name, section in recipe.data.items():
         at = f"data.{name}"
@@ -115,8 +118,7 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
             text = f'is 0, but split = "{section.split}" needs a share; set holdout = 0.01, say.'
             yield Problem(f"{at}.holdout", text, (f"{at}.split",))
         if section.split != "all":
-            corpus = value_words([section.source, section.path, section.options])
-            other, share = shares.setdefault(corpus, (name, section.holdout))
+            other, share = shares.setdefault(_text_of(section), (name, section.holdout))
             if share != section.holdout:
                 yield Problem(
                     f"{at}.holdout",
@@ -124,6 +126,11 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
                     f"trained on; use one value.",
                     (f"{at}.split", f"data.{other}"),
                 )
+
+
+def _text_of(section: DataSection) -> str:
+    """Names the documents that a section chooses from."""
+    return canonical([section.source, section.path, section.options])
 
 
 def _path(at: str, section: DataSection) -> Iterator[Problem]:
@@ -187,7 +194,7 @@ def _schedule(stage: Stage, at: str) -> Iterator[Problem]:
         yield Problem(at, f"has {parts}, more than the {steps} steps of the stage; make them shorter.", reads)
 
 
-def _gate(stage: Stage, at: str) -> Iterator[Problem]:
+def _gate(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
     gate, reads = stage.gate, (f"{at}.gate", f"{at}.evaluate", f"{at}.start", f"{at}.data")
     if gate is None:
         yield Problem(
@@ -199,14 +206,25 @@ def _gate(stage: Stage, at: str) -> Iterator[Problem]:
     elif stage.evaluate is None:
         yield Problem(f"{at}.evaluate", "is missing, but the gate needs held-out data; add [stages.evaluate].", reads)
     else:
-        if stage.evaluate.data in data_names(stage):
-            text = f"is {stage.evaluate.data!r}, which is trained on: the gate would prove nothing; name other data."
-            yield Problem(f"{at}.evaluate.data", text, reads)
+        for name in data_names(stage):
+            if _overlap(recipe.data.get(name), recipe.data.get(stage.evaluate.data)):
+                text = (
+                    f"is {stage.evaluate.data!r}, the same text as {name!r}, which is trained on: the gate would prove "
+                    f'nothing; give one split = "train", the other split = "heldout", both the same holdout.'
+                )
+                yield Problem(f"{at}.evaluate.data", text, (*reads, "data"))
         fresh = stage.start == "init"
         if fresh and gate.max_loss is None and gate.max_bits_per_byte is None:
             yield Problem(f"{at}.gate", "has no bound and no parent to compare with; add max_bits_per_byte.", reads)
         if fresh and gate.margin > 0:
             yield Problem(f"{at}.gate.margin", "will not be used: the stage has no parent; remove it.", reads)
+
+
+def _overlap(one: DataSection | None, other: DataSection | None) -> bool:
+    """Whether two sections share documents, as far as their fields tell."""
+    if one is None or other is None or _text_of(one) != _text_of(other):
+        return False
+    return {one.split, other.split} != {"train", "heldout"}
 
 
 def _machine(recipe: Recipe) -> Iterator[Problem]:

@@ -28,9 +28,13 @@ def bits_fields(recipe: Recipe) -> Fields:
 
 
 def digest(fields: Fields) -> str:
-    """SHA-256 (hex) over the canonical JSON of the fields: sorted keys, no spaces."""
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """SHA-256 (hex) over the canonical JSON of the fields."""
+    return hashlib.sha256(canonical(fields).encode()).hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """JSON that is the same for equal values: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
 
 
 def what(recipe: Recipe) -> str:

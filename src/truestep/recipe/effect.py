@@ -69,7 +69,12 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
             ("module",),
         ),
         Rule(("options",), lambda s: s.module is not None, "a `module` of your own", ("module",)),
-        Rule(("full_attention_every",), lambda s: s.sliding_window, "a sliding_window", ("sliding_window",)),
+        Rule(
+            ("full_attention_every", "rope_local_theta"),
+            lambda s: s.sliding_window is not None,
+            "a sliding_window",
+            ("sliding_window",),
+        ),
     ),
     RopeScaling: (
         _when("kind", "llama3")("low_freq_factor", "high_freq_factor"),

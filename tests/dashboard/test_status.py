@@ -26,7 +26,8 @@ def test_a_running_run(tmp_path, clock):
     run = full_run(tmp_path, clock)
     run.stage("more", steps=100, start="stage:base")
     run.steps(1, 30, "more")
-    now = status(tmp_path, clock.now_s + 7)
+    clock.wait(1.0)
+    now = status(tmp_path, clock.now_s + 6)
     assert (now.run, now.state, now.reason, now.attempt, now.world) == ("made-up", "running", None, 2, 2)
     assert (now.stage, now.step, now.steps) == ("more", 30, 100)
     assert now.tokens_per_s == pytest.approx(2048) and now.step_s == pytest.approx(0.5)
@@ -35,6 +36,17 @@ def test_a_running_run(tmp_path, clock):
     assert now.saved is not None and now.saved.step == 40 and now.saved_age_s == pytest.approx(0.8 + 15 + 7)
     assert now.failed_saves == 0 and now.gates["base"].verdict == "pass" and now.age_s == pytest.approx(7)
     assert "quiet" in status(tmp_path, clock.now_s + 1000).says
+
+
+def test_the_time_left_counts_evaluations_and_stalls(tmp_path, clock):
+    run = MadeUpRun(tmp_path, clock)
+    run.begin()
+    run.stage(steps=101)
+    run.steps(1, 1)
+    for step in range(2, 12):
+        run.evaluate(step, 2.0, eval_s=1.5)
+        run.steps(step, step)
+    assert status(tmp_path, clock.now_s).time_left_s == pytest.approx(90 * 2.0)
 
 
 def test_after_a_resume_before_its_first_step(tmp_path, clock):

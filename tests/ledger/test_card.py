@@ -173,8 +173,8 @@ def test_text_that_is_no_unicode_is_kept(tmp_path, clock):
 
 
 def test_numbers_as_people_read_them():
-    assert [count(v) for v in (0, 950, 12_345, 999_999, 1_311_872, 999.7e6, 2e12)] == [
-        "0", "950", "12,345", "999,999", "1.31 M", "1,000 M", "2 T",
+    assert [count(v) for v in (0, 0.12345, 950, 12_345.6, 999_999, 1_311_872, 999.7e6, 2e12)] == [
+        "0", "0.1235", "950", "12,346", "999,999", "1.31 M", "1,000 M", "2 T",
     ]  # fmt: skip
     assert [duration(s) for s in (0.04, 3.2, 59.96, 125, 3599.7, 7500, 200_000)] == [
         "0.0 s", "3.2 s", "1 min 00 s", "2 min 05 s", "1 h 00 min", "2 h 05 min", "2 d 07 h",

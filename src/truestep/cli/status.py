@@ -54,8 +54,8 @@ def _rows(now: "Status") -> list[tuple[str, str]]:
         filled = round(30 * min(1.0, now.step / now.steps))
         bar = "━" * filled + "╌" * (30 - filled)
         rows.append(("step", f"{now.step:,} of {now.steps:,}  {bar}  {100 * now.step / now.steps:.0f} %"))
-    if now.time_left_s is not None:
-        rows.append(("time left", f"{duration(now.time_left_s)} of steps in this stage"))
+    if now.time_left_s:
+        rows.append(("time left", f"{duration(now.time_left_s)} in this stage, at the pace so far"))
     if now.loss is not None:
         rows.append(("loss", f"{now.loss:.4f}" + ("" if now.lr is None else f", learning rate {now.lr:.3g}")))
     if now.tokens_per_s is not None:

@@ -232,7 +232,8 @@ def _row(account: Account, style: str) -> dict[str, Any]:
 def _corpus(data: Data) -> dict[str, str]:
     known = {"documents": data.documents, "tokens": data.tokens, "bytes": data.bytes}
     texts = {name: NOT_RECORDED if value is None else count(value) for name, value in known.items()}
-    dropped = ", ".join(f"{count(n)} {why}" for why, n in data.dropped.items()) or "none reported"
+    dropped = ", ".join(f"{count(n)} {why}" for why, n in data.dropped.items() if n)
+    dropped = dropped or ("none" if data.dropped else NOT_RECORDED)
     return {"name": data.name, "source": data.source, "dropped": dropped, "fingerprint": data.fingerprint[:16], **texts}
 
 

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -11,7 +12,18 @@ from typing import Literal
 
 from truestep.errors import LogError
 from truestep.runlog.log import LogReader, is_locked, segments
-from truestep.runlog.records import AttemptEnd, AttemptStart, Eval, Gate, Resume, Save, Segment, StageStart, Step
+from truestep.runlog.records import (
+    AttemptEnd,
+    AttemptStart,
+    Eval,
+    Gate,
+    Record,
+    Resume,
+    Save,
+    Segment,
+    StageStart,
+    Step,
+)
 
 State = Literal["running", "finished", "stopped", "failed", "silent"]
 RECENT_STEPS = 50
@@ -51,62 +63,86 @@ class Status:
     remarks: list[str] = field(default_factory=list)
 
 
+@dataclass
+class _Reading:
+    """What is remembered on the way through the log. `first` and `last` are (step, time) in this attempt's stage."""
+
+    found: Status
+    process: Segment | None = None
+    end: AttemptEnd | None = None
+    recent: deque[Step] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    first: tuple[int, float] | None = None
+    last: tuple[int, float] | None = None
+
+    def take(self, record: Record, now_s: float) -> None:
+        """Take in one record."""
+        found, data = self.found, record.data
+        found.age_s = now_s - record.time_s
+        if isinstance(data, Segment):
+            self.process = data
+            if record.attempt != found.attempt:
+                found.attempt, self.end = record.attempt, None
+                self._begin()
+        elif isinstance(data, AttemptStart):
+            found.run, found.world, found.stages = data.run or found.run, data.world, data.stages
+        elif isinstance(data, AttemptEnd):
+            self.end = data
+        elif isinstance(data, StageStart):
+            found.stage, found.step, found.steps = data.stage, data.start_step, data.steps
+            found.loss = found.lr = found.held_out = None
+            self._begin()
+        elif isinstance(data, Resume):
+            found.stage, found.step = data.stage, data.step
+        elif isinstance(data, Step):
+            found.stage, found.step, found.loss, found.lr = data.stage, data.step, data.loss, data.lr
+            self.recent.append(data)
+            self.last = (data.step, record.time_s)
+            self.first = self.first or self.last
+        elif isinstance(data, Eval):
+            found.held_out = data
+        elif isinstance(data, Save):
+            found.failed_saves = 0 if data.ok else found.failed_saves + 1
+            if data.ok:
+                found.saved, found.saved_age_s = data, now_s - record.time_s
+        elif isinstance(data, Gate):
+            found.gates[data.stage] = data
+
+    def _begin(self) -> None:
+        self.recent.clear()
+        self.first = self.last = None
+
+    def speeds(self) -> None:
+        """Speed of the last steps; time left at the pace of this attempt, evaluations and stalls included."""
+        found = self.found
+        if not self.recent or self.first is None or self.last is None:
+            return
+        found.step_s = median(step.step_s for step in self.recent)
+        whole_s = sum(step.step_s for step in self.recent)
+        found.tokens_per_s = sum(step.tokens for step in self.recent) / whole_s if whole_s else None
+        done = self.last[0] - self.first[0]
+        pace_s = (self.last[1] - self.first[1]) / done if done > 0 else found.step_s
+        if found.state == "running" and found.steps is not None:
+            found.time_left_s = pace_s * (found.steps - self.last[0])
+
+
 def status(run_dir: Path | str, now_s: float | None = None) -> Status:
     """Read the run's log (verified on the way). LogError: no run directory, an empty or an altered log."""
     now_s = time.time() if now_s is None else now_s
-    reader, recent = LogReader(run_dir), deque[Step](maxlen=RECENT_STEPS)
-    found, process, end = Status(run=Path(run_dir).resolve().name), None, None
+    reader, reading = LogReader(run_dir), _Reading(Status(run=Path(run_dir).resolve().name))
     for record in reader.records():
-        data = record.data
-        found.age_s = now_s - record.time_s
-        if isinstance(data, Segment):
-            process = data
-            if record.attempt != found.attempt:
-                found.attempt, end = record.attempt, None
-                recent.clear()
-        elif isinstance(data, AttemptEnd):
-            end = data
-        elif isinstance(data, Step):
-            recent.append(data)
-            found.stage, found.step, found.loss, found.lr = data.stage, data.step, data.loss, data.lr
-        else:
-            _take(found, data, recent, now_s - record.time_s)
-    if process is None:
+        reading.take(record, now_s)
+    found = reading.found
+    if reading.process is None:
         raise LogError(f"{Path(run_dir) / 'log'} has no records: the run has not begun; start it with `truestep run`")
-    if recent:
-        found.step_s = median(step.step_s for step in recent)
-        whole_s = sum(step.step_s for step in recent)
-        found.tokens_per_s = sum(step.tokens for step in recent) / whole_s if whole_s else None
     found.remarks = reader.remarks
-    _judge(found, end, process, segments(run_dir)[-1])
-    if found.state == "running":
-        if found.step_s is not None and found.step is not None and found.steps is not None:
-            found.time_left_s = found.step_s * (found.steps - found.step)
-    elif torn := reader.torn():
+    _judge(found, reading.end, reading.process, segments(run_dir)[-1], reading.recent)
+    reading.speeds()
+    if found.state != "running" and (torn := reader.torn()):
         found.remarks.append(torn)
     return found
 
 
-def _take(found: Status, data: object, recent: deque[Step], age_s: float) -> None:
-    if isinstance(data, AttemptStart):
-        found.run, found.world, found.stages = data.run or found.run, data.world, data.stages
-    elif isinstance(data, StageStart):
-        found.stage, found.step, found.steps = data.stage, data.start_step, data.steps
-        found.loss = found.lr = found.held_out = None
-        recent.clear()
-    elif isinstance(data, Resume):
-        found.stage, found.step = data.stage, data.step
-    elif isinstance(data, Eval):
-        found.held_out = data
-    elif isinstance(data, Save):
-        found.failed_saves = 0 if data.ok else found.failed_saves + 1
-        if data.ok:
-            found.saved, found.saved_age_s = data, age_s
-    elif isinstance(data, Gate):
-        found.gates[data.stage] = data
-
-
-def _judge(found: Status, end: AttemptEnd | None, process: Segment, newest: Path) -> None:
+def _judge(found: Status, end: AttemptEnd | None, process: Segment, newest: Path, recent: Sequence[Step]) -> None:
     """Running, or how it ended."""
     if end is not None:
         states: dict[str, State] = {"finished": "finished", "stopped": "stopped", "gate": "stopped", "failed": "failed"}
@@ -115,7 +151,7 @@ def _judge(found: Status, end: AttemptEnd | None, process: Segment, newest: Path
         found.says = end.error or words.get(end.reason, "the attempt failed")
         return
     alive = _alive(process, newest)
-    patience_s = max(PATIENCE_S, 10 * (found.step_s or 0.0))
+    patience_s = max([PATIENCE_S, *(10 * step.step_s for step in recent)])
     if alive is None:
         alive = True if found.age_s <= patience_s else None
     if alive is None:

@@ -113,7 +113,8 @@ def _data(corpora: list[dict[str, Any]]) -> str:
         return f"## Data\n\n{NOT_RECORDED.capitalize()}."
     rows = []
     for corpus in corpora:
-        dropped = ", ".join(f"{_plain(n)} {why}" for why, n in corpus["dropped"].items()) or "none reported"
+        dropped = ", ".join(f"{_plain(n)} {why}" for why, n in corpus["dropped"].items() if n["value"])
+        dropped = dropped or ("none" if corpus["dropped"] else NOT_RECORDED)
         kept = [_plain(corpus[name]) for name in ("documents", "tokens", "bytes")]
         rows.append([f"{corpus['name']} ({corpus['source']})", *kept, dropped, corpus["licence"] or NOT_RECORDED])
     table = _table(["corpus", "documents", "tokens", "text", "documents dropped", "licence"], rows, "lrrrll")

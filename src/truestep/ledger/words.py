@@ -9,11 +9,11 @@ _PREFIXES = [(1e12, "T"), (1e9, "B"), (1e6, "M")]
 
 
 def count(value: float) -> str:
-    """12345 -> "12,345"; 12345678 -> "12.3 M"."""
+    """12345.6 -> "12,346"; 12345678 -> "12.3 M"; 0.12345 -> "0.1235"."""
     for size, letter in _PREFIXES:
         if abs(value) >= size:
             return f"{value / size:.3g} {letter}" if abs(value) < 999.5 * size else f"{value / size:,.0f} {letter}"
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.4g}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:

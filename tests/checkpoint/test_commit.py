@@ -214,7 +214,7 @@ def test_a_superseded_attempt_commits_nothing(tmp_path):
 
 
 def test_a_commit_that_slipped_through_is_void(tmp_path):
-    """The zombie pauses between its look at the epochs and its commit; the new attempt does not name what comes late."""
+    """The zombie pauses between looking at the epochs and committing; the new attempt does not name what comes late."""
     store = LocalStore(tmp_path)
     zombie = one(store)
     assert zombie.save(1, {"w": torch.ones(1)}, {}, asynchronous=False).result().ok

@@ -8,13 +8,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
 
 from truestep.checkpoint.catalogue import Committed
 from truestep.checkpoint.codec import plan_from_json, plan_to_json
 from truestep.checkpoint.control import Group, KeyValue, Round
 from truestep.checkpoint.manifest import plain
-from truestep.checkpoint.staging import Stage, as_they_are, find_aliases
+from truestep.checkpoint.staging import Stage, as_they_are, find_aliases, local_parts
 from truestep.checkpoint.writer import BlockWriter, StagedPlanner, result_from_json, result_to_json
 from truestep.errors import CheckpointError
 from truestep.storage.interface import Store
@@ -52,7 +52,6 @@ class _Job:
     step: int
     round: Round
     planner: StagedPlanner
-    plan: SavePlan
     writer: BlockWriter
 
 
@@ -143,12 +142,14 @@ class Checkpointer:
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{name} is a {type(tensor).__name__}, not a tensor; put plain values into extra")
         writer = BlockWriter(self.store, Committed(step, self.attempt), self.group.rounds, self.rank, self.block_bytes)
-        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(tensors)
-        kept = {name: tensor for name, tensor in tensors.items() if name not in writer.aliases}
-        planner = StagedPlanner(self.stage.copy(kept) if asynchronous else as_they_are(kept))
-        planner.set_up_planner(dict(kept), is_coordinator=self.rank == 0)
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        return _Job(step, step_round, planner, plan, writer)
+        parts = local_parts(tensors)
+        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(tensors, parts)
+        for name in writer.aliases:
+            del parts[name]
+        planner = StagedPlanner(self.stage.copy(parts) if asynchronous else as_they_are(parts))
+        # Planning looks at nothing but metadata (shapes, placements), so it can wait for the background.
+        planner.set_up_planner({name: tensors[name] for name in parts}, is_coordinator=self.rank == 0)
+        return _Job(step, step_round, planner, writer)
 
     def _run(self, job: _Job, began: float, stall_s: float | None) -> SaveResult:
         """The background part; every failure becomes a result and a message to the other ranks."""
@@ -162,7 +163,8 @@ class Checkpointer:
 
     def _write(self, job: _Job) -> dict[str, Any]:
         talk, writer, planner, event = job.round, job.writer, job.planner, self.store.event
-        talk.post(f"plan/{self.rank}", {"items": plan_to_json(job.plan), "aliases": writer.aliases})
+        proposal = writer.prepare_local_plan(planner.create_local_plan())
+        talk.post(f"plan/{self.rank}", {"items": plan_to_json(proposal), "aliases": writer.aliases})
         event("plan sent")
         if self.rank == 0:
             metadata = self._assign(job)
@@ -176,7 +178,7 @@ class Checkpointer:
             event("verdict sent")
         return talk.take("verdict")
 
-    def _assign(self, job: _Job):
+    def _assign(self, job: _Job) -> Metadata:
         """Rank 0: merge all plans (each replica's part once), check that they cover every tensor, give them out."""
         proposals = job.round.gather("plan")
         plans = [plan_from_json(proposal["items"]) for proposal in proposals]

@@ -13,7 +13,7 @@ from truestep.checkpoint.codec import dtype_name, metadata_of
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.manifest import OPTIM, Manifest
 from truestep.checkpoint.reader import BlockReader
-from truestep.checkpoint.staging import find_aliases, local_part
+from truestep.checkpoint.staging import find_aliases, local_part, local_parts
 from truestep.errors import CheckpointError, StorageError
 from truestep.storage.interface import Store
 
@@ -75,7 +75,7 @@ def load(
 
 def _planner(manifest: Manifest, wanted: dict[str, torch.Tensor]) -> DefaultLoadPlanner:
     """A planner for the tensors that own their storage; those tied to another are filled along with it."""
-    tied = find_aliases(wanted)
+    tied = find_aliases(wanted, local_parts(wanted))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     owners = {name: tensor for name, tensor in wanted.items() if name not in tied}
     planner.set_up_planner(owners, metadata_of(manifest), is_coordinator=False)
@@ -112,7 +112,7 @@ def _match(
 
 def _match_ties(manifest: Manifest, wanted: dict[str, torch.Tensor], where: str, strict: bool) -> None:
     """Two names over one storage must be one tensor in the checkpoint, and under strict the other way round too."""
-    tied = find_aliases(wanted)
+    tied = find_aliases(wanted, local_parts(wanted))
     for name, owner in tied.items():
         if manifest.aliases.get(name, name) != manifest.aliases.get(owner, owner):
             raise CheckpointError(f"{where}: {name} and {owner} are one tensor here, but two in the checkpoint")

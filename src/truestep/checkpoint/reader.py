@@ -19,13 +19,12 @@ from torch.futures import Future
 
 from truestep.checkpoint.codec import dtype_of, metadata_of
 from truestep.checkpoint.manifest import Chunk, Manifest, block_digest
+from truestep.checkpoint.staging import host_bytes
 from truestep.errors import CheckpointError
 from truestep.numerics.digest import raw_bytes
 from truestep.storage.interface import Store
 
-REQUEST_BYTES = 16 << 20
 BUFFER_BYTES = 256 << 20
-REQUESTS_AT_ONCE = 8
 
 
 @dataclass
@@ -91,9 +90,9 @@ class BlockReader(StorageReader):
         """Read and verify every needed block; CheckpointError or StorageError names object and tensor."""
         buffers = _coalesce([self._want(item) for item in plan.items])
         for buffer in buffers:
-            buffer.data = torch.empty(buffer.stop - buffer.start, dtype=torch.uint8)
-        requests = [(buffer, blocks) for buffer in buffers for blocks in _requests(buffer)]
-        with ThreadPoolExecutor(min(REQUESTS_AT_ONCE, max(1, len(requests)))) as pool:
+            buffer.data = host_bytes(buffer.stop - buffer.start)
+        requests = [(buffer, blocks) for buffer in buffers for blocks in _requests(buffer, self.store.request_bytes)]
+        with ThreadPoolExecutor(self.store.requests_at_once) as pool:
             for count in pool.map(lambda request: self._read(*request), requests):
                 self.bytes_read += count
         return buffers
@@ -161,7 +160,7 @@ def _coalesce(wants: list[_Want]) -> list[_Buffer]:
     return buffers
 
 
-def _requests(buffer: _Buffer) -> Iterator[list[tuple[_Want, int]]]:
+def _requests(buffer: _Buffer, request_bytes: int) -> Iterator[list[tuple[_Want, int]]]:
     """The buffer's blocks in order, each once, in groups of one request's size."""
     group: list[tuple[_Want, int]] = []
     size, done = 0, buffer.start
@@ -172,7 +171,7 @@ def _requests(buffer: _Buffer) -> Iterator[list[tuple[_Want, int]]]:
                 continue  # shared with the want before
             group.append((want, block))
             size, done = size + stop - start, stop
-            if size >= REQUEST_BYTES:
+            if size >= request_bytes:
                 yield group
                 group, size = [], 0
     if group:

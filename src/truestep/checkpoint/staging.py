@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,12 @@ def _view(local: torch.Tensor) -> tuple:
     return (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride(), local.dtype)
 
 
-def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def local_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What this rank holds of every tensor, by name."""
+    return {name: local_part(tensor) for name, tensor in tensors.items()}
+
+
+def find_aliases(tensors: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Names whose tensor is the same view of the same storage as an earlier name's, by that name.
 
     Partly overlapping views are no aliases; they are stored as tensors of their own. A part without elements is no
@@ -26,12 +32,25 @@ def find_aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     first: dict[tuple, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        local = local_part(tensor)
+        local = parts[name]
         if local.numel():
             owner = first.setdefault((*_view(local), tensor.shape), name)
             if owner != name:
                 aliases[name] = owner
     return aliases
+
+
+def host_bytes(count: int) -> torch.Tensor:
+    """Uninitialised host memory. NumPy asks for huge pages, which makes the first touch about twice as quick."""
+    return torch.from_numpy(np.empty(count, dtype=np.uint8))
+
+
+def _host_like(local: torch.Tensor) -> torch.Tensor:
+    """A contiguous host buffer for a copy: pinned if it comes from a GPU."""
+    on_gpu = local.device.type == "cuda"
+    if on_gpu or not local.numel():
+        return torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=on_gpu)
+    return host_bytes(local.numel() * local.itemsize).view(local.dtype).reshape(local.shape)
 
 
 class Stage:
@@ -40,21 +59,18 @@ class Stage:
     def __init__(self):
         self.buffers: dict[str, torch.Tensor] = {}
 
-    def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Contiguous CPU copies of the local parts; done when it returns, whatever the caller changes afterwards.
+    def copy(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Contiguous CPU copies of local parts; done when it returns, whatever the caller changes afterwards.
 
         The next call overwrites them. CUDA tensors are copied to pinned memory, all in flight together.
         """
         devices = set()
-        for name in self.buffers.keys() - tensors.keys():
+        for name in self.buffers.keys() - parts.keys():
             del self.buffers[name]
-        for name, tensor in tensors.items():
-            local = local_part(tensor)
+        for name, local in parts.items():
             buffer = self.buffers.get(name)
             if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
-                pinned = local.device.type == "cuda"
-                buffer = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
-                self.buffers[name] = buffer
+                buffer = self.buffers[name] = _host_like(local)
             buffer.copy_(local, non_blocking=True)
             devices.add(local.device)
         for device in devices:
@@ -63,6 +79,6 @@ class Stage:
         return self.buffers
 
 
-def as_they_are(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_they_are(parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Contiguous CPU views or copies, for a caller that waits until they are written."""
-    return {name: local_part(tensor).contiguous().cpu() for name, tensor in tensors.items()}
+    return {name: local.contiguous().cpu() for name, local in parts.items()}

@@ -8,8 +8,6 @@ from truestep.checkpoint.manifest import Chunk, Manifest, block_digest
 from truestep.errors import CheckpointError, StorageError
 from truestep.storage.interface import Store
 
-REQUEST_BYTES = 16 << 20
-
 
 @dataclass(frozen=True)
 class Damage:
@@ -35,7 +33,7 @@ def _verify_object(store: Store, manifest: Manifest, key: str, chunks: list[tupl
         size = store.head(key).size
         if size > manifest.objects[key].size:
             yield Damage(key, None, f"{store.url}/{key}: holds {size} bytes instead of {manifest.objects[key].size}")
-        for blocks in _requests(chunks):
+        for blocks in _requests(chunks, store.request_bytes):
             start, stop = blocks[0][1], blocks[-1][2]
             data = memoryview(store.get_range(key, start, stop))
             for name, first, last, digest in blocks:
@@ -45,13 +43,13 @@ def _verify_object(store: Store, manifest: Manifest, key: str, chunks: list[tupl
         yield Damage(key, None, str(error))
 
 
-def _requests(chunks: list[tuple[str, Chunk]]) -> Iterator[list[tuple[str, int, int, str]]]:
+def _requests(chunks: list[tuple[str, Chunk]], request_bytes: int) -> Iterator[list[tuple[str, int, int, str]]]:
     """(tensor, start, stop, digest) of all blocks of an object, in order, in groups of one request's size."""
     group: list[tuple[str, int, int, str]] = []
     for name, chunk in chunks:
         for block in range(chunk.num_blocks):
             group.append((name, *chunk.block_range(block), chunk.digest(block)))
-            if group[-1][2] - group[0][1] >= REQUEST_BYTES:
+            if group[-1][2] - group[0][1] >= request_bytes:
                 yield group
                 group = []
     if group:

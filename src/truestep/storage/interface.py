@@ -40,6 +40,10 @@ class Store(Protocol):
 
     url: str
     event: Event
+    request_bytes: int
+    """A good size of one read."""
+    requests_at_once: int
+    """How many reads keep it busy."""
 
     def put(self, key: str, data: Data) -> None:
         """Store the bytes. Writers use a name only once; a local store refuses a second put of the same name."""

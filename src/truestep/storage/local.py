@@ -63,6 +63,9 @@ def _link(temporary: Path, path: Path) -> None:
 class LocalStore:
     """Objects as files below `root`. `create` and `put` both refuse a name that is taken."""
 
+    request_bytes = 2 << 20  # small enough to be hashed while it is still in the processor's cache
+    requests_at_once = min(4, len(os.sched_getaffinity(0)))
+
     def __init__(self, root: str | Path, event: Event = silent):
         self.root = Path(root).expanduser().absolute()
         self.url = str(self.root)

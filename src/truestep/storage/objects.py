@@ -74,6 +74,9 @@ _FAILURES = (BaseError, FileNotFoundError, ValueError, OSError)
 class ObjectStore:
     """Objects in a bucket. `put` uploads big objects in parts; `create` is one conditional request."""
 
+    request_bytes = 16 << 20
+    requests_at_once = 8  # a single connection is far slower than the network
+
     def __init__(self, url: str, options: dict[str, str] | None = None, event: Event = silent):
         self.url = url.rstrip("/")
         self.event = event

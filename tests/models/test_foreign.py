@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from tests.dist import run_ranks
 from tests.models.families import tiny
 from tests.models.sections import VOCAB
-from truestep.errors import ModelError
+from truestep.errors import ModelError, UserError
 from truestep.losses.cross_entropy import CrossEntropy
 from truestep.models.build import build_model, init_weights
 from truestep.models.foreign import ForeignModel
@@ -86,7 +86,7 @@ def batch(ignored: bool = False) -> Batch:
 
 
 def total(out: Logits | OwnLoss, given: Batch) -> torch.Tensor:
-    return out.sum if isinstance(out, OwnLoss) else CrossEntropy()(out, given).sum
+    return CrossEntropy()(out, given).sum
 
 
 def run(model: nn.Module, given: Batch) -> torch.Tensor:
@@ -133,6 +133,20 @@ def test_loss_alone_cannot_be_evaluated():
     model = ForeignModel(LossOnly(), section("LossOnly"))
     with pytest.raises(ModelError, match="loss without logits"):
         model(batch().tokens_BT)
+
+
+def test_logits_in_evaluation_from_a_module_that_trains_on_its_loss():
+    model, given = build_model(section(gives="loss"), VOCAB).eval(), batch()
+    seen = model(given.tokens_BT, head=lambda out: out, labels_BT=given.labels_BT)
+    assert isinstance(seen, Logits)
+    assert isinstance(model.train()(given.tokens_BT, head=lambda out: out, labels_BT=given.labels_BT), OwnLoss)
+    with pytest.raises(ModelError, match="loss without logits"):
+        OwnLoss(torch.zeros(())).logits()
+
+
+def test_z_loss_beside_an_own_loss_is_refused():
+    with pytest.raises(UserError, match=r"z_loss = 0\.1 would not be used"):
+        CrossEntropy(z_loss=0.1)(OwnLoss(torch.zeros(())), batch())
 
 
 def test_arguments_go_by_name():

@@ -13,3 +13,11 @@ Overrides = Annotated[
         help="override a field, stages by name: stages.base.optim.lr=3e-4; PATH= takes the field out; may be repeated",
     ),
 ]
+Module = Annotated[
+    str | None,
+    typer.Option(
+        "--module",
+        metavar="PACKAGE.MODULE:CLASS",
+        help="a model of your own: the module that the directory names, to say that its code may run",
+    ),
+]

@@ -13,7 +13,7 @@ import torch
 from truestep.errors import UserError
 from truestep.imports import is_import_path, load_object
 from truestep.numerics.batch import Batch
-from truestep.numerics.head import HeadInput, Logits
+from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.recipe.stage import Loss as LossSection
 
 
@@ -41,8 +41,9 @@ class Loss(Protocol):
         """Targets of a CPU batch; the sum over all ranks and microbatches of a step is the divisor."""
         ...
 
-    def __call__(self, out: HeadInput | Logits, batch: Batch) -> LossSum:
-        """The sum over the targets of `batch`. No target: sum 0 with gradient 0."""
+    def __call__(self, out: HeadInput | Logits | OwnLoss, batch: Batch) -> LossSum:
+        """The sum over the targets of `batch`. No target: sum 0 with gradient 0. OwnLoss comes from a user's own module
+        that gives no logits."""
         ...
 
 

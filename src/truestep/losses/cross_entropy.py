@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from truestep.errors import UserError
 from truestep.losses.base import LossSum
 from truestep.numerics.batch import IGNORE, Batch
-from truestep.numerics.head import HeadInput, Logits
+from truestep.numerics.head import HeadInput, Logits, OwnLoss
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,14 @@ class CrossEntropy:
     def weight(self, batch: Batch) -> int:
         return batch.num_targets
 
-    def __call__(self, out: HeadInput | Logits, batch: Batch) -> LossSum:
+    def __call__(self, out: HeadInput | Logits | OwnLoss, batch: Batch) -> LossSum:
+        if isinstance(out, OwnLoss):
+            if self.z_loss:
+                raise UserError(
+                    f"loss.z_loss = {self.z_loss} would not be used: the model returns a loss of its own, without "
+                    f"logits; set it to 0 or return logits."
+                )
+            return LossSum(out.sum)
         if isinstance(out, HeadInput):
             total, nll = linear_cross_entropy(
                 out.hidden_BTD, out.weight_VD, batch.labels_BT, out.softcap, self.z_loss, self.chunk_tokens

@@ -71,7 +71,9 @@ class ForeignModel(nn.Module):
         head: Callable[[Any], Any] | None = None,
         labels_BT: torch.Tensor | None = None,
     ) -> Any:
-        """head(Logits) or head(OwnLoss); without a head the logits."""
+        """head(Logits) or head(OwnLoss); without a head the logits. Evaluation withholds optional labels."""
+        if not self.training and self._labels_optional:
+            labels_BT = None
         given = {self._tokens: tokens_BT, self._positions: positions_BT, self._documents: documents_BT}
         kept_BT = None if labels_BT is None else _with_a_target(tokens_BT, labels_BT)
         given[self._labels] = kept_BT

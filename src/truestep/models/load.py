@@ -10,6 +10,7 @@ from truestep.models.build import build_model
 from truestep.models.decoder import Decoder
 from truestep.models.foreign import ForeignModel
 from truestep.models.hf import load_hf, read_json, read_section
+from truestep.recipe.model import ModelSection
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,14 +25,20 @@ def load_model(
     """The whole model on one device, in `dtype` or that of its files. A directory that names a user's own module is
     loaded only if the caller names the same module: a download must not choose code to run."""
     section = read_section(directory)
-    if section.module != own_module and section.module is not None:
-        raise ModelError(
-            f"{directory} needs the code of {section.module}; if you trust it, name that module yourself (--module)."
-        )
+    require_own_module(section, own_module, directory)
     model = build_model(section, section.vocab_size).to(dtype or stored_dtype(directory))
     model = model.to_empty(device=device) if isinstance(model, Decoder) else model.to(device)
     load_hf(directory, tensors_of(model))
     return model
+
+
+def require_own_module(section: ModelSection, own_module: str | None, where: Path) -> None:
+    """Refuse a section that came with files and names code that the user did not name."""
+    if section.module not in (None, own_module):
+        raise ModelError(
+            f"{where} needs the code of {section.module}; if you trust it, name that module yourself "
+            f"(model.module in a recipe, --module on the command line)."
+        )
 
 
 def stored_dtype(directory: Path) -> torch.dtype:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear
 
+from truestep.errors import ModelError
+
 
 @dataclass(frozen=True)
 class HeadInput:
@@ -39,3 +41,7 @@ class OwnLoss:
     """The output of a user's own module that computes its loss itself: the sum over its targets, in nats."""
 
     sum: torch.Tensor
+
+    def logits(self) -> torch.Tensor:
+        """Always a ModelError: for what needs more than the loss, such as evaluation."""
+        raise ModelError("the model returns a loss without logits, but they are needed here; return .logits as well.")

@@ -12,7 +12,7 @@ import torch
 
 from truestep.losses.base import Loss
 from truestep.numerics.batch import Batch
-from truestep.numerics.head import HeadInput
+from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.optim.clip import clip_, grad_norm, gradients
 from truestep.optim.schedule import factor
 from truestep.sentinel.finite import Verdict, judge
@@ -37,7 +37,9 @@ class StepResult:
     agreed: list[float] = field(default_factory=list)
 
 
-def head_loss(loss: Loss, batch: Batch, out: HeadInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def head_loss(
+    loss: Loss, batch: Batch, out: HeadInput | Logits | OwnLoss
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What the model's head computes in training. A plain tuple, since FSDP2 finds its tensors in outputs that way."""
     result = loss(out, batch)
     return result.sum, result.metrics

@@ -190,6 +190,17 @@ def test_names_of_stages_are_unique():
     ]
 
 
+def test_a_gate_does_not_trust_data_that_an_earlier_stage_was_trained_on():
+    recipe = _two_stages()
+    recipe["data"]["more"] = {"source": "text", "path": "a"}
+    recipe["stages"][0] |= {"data": [{"data": "train"}, {"data": "more"}]}
+    recipe["stages"][1] |= {"evaluate": {"data": "more"}}
+    (sentence,) = problems(recipe)
+    assert sentence.startswith(
+        "recipe: stages.next.evaluate.data is 'more', the same text as 'more', which is trained on"
+    )
+
+
 def test_a_start_must_be_an_earlier_stage():
     assert load(_two_stages()).stages[1].start == "stage:base"
     assert problems(_two_stages(start="stage:bsae")) == [

@@ -42,7 +42,7 @@ def _stages(recipe: Recipe, model: ModelSection | None) -> Table:
         first, last = schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)
         size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         tokens = schedule.total_rows * stage.context
-        counted = model if recipe.origin_of(stage) == "init" else None
+        counted = model if recipe.lineage(stage)[-1].start == "init" else None
         flops = f"{counted.train_flops(tokens, stage.context):.3g}" if counted else "not known yet"
         table.add_row(stage.name, f"{schedule.steps:,}", f"{schedule.total_rows:,}", f"{tokens:,}", size, flops)
     return table

@@ -16,7 +16,7 @@ def model_problems(recipe: Recipe) -> Iterator[Problem]:
         return
     yield from _tokenizer(model, recipe)
     for stage in recipe.stages:
-        if recipe.origin_of(stage) == "init" and stage.context > model.max_context:
+        if recipe.lineage(stage)[-1].start == "init" and stage.context > model.max_context:
             yield Problem(
                 f"stages.{stage.name}.context",
                 f"is {stage.context}, but model.max_context is {model.max_context}; raise that, or shorten the rows.",

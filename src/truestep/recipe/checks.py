@@ -22,8 +22,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     yield from _not_toml(recipe)
     yield from _data(recipe)
     yield from _references(recipe)
-    if recipe.model is not None:
-        yield from model_problems(recipe)
+    yield from model_problems(recipe)
     for stage in recipe.stages:
         at = f"stages.{stage.name}"
         yield from _kinds(stage, at)
@@ -206,7 +205,7 @@ def _gate(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
     elif stage.evaluate is None:
         yield Problem(f"{at}.evaluate", "is missing, but the gate needs held-out data; add [stages.evaluate].", reads)
     else:
-        for name in data_names(stage):
+        for name in {name: None for one in recipe.lineage(stage) for name in data_names(one)}:
             if _overlap(recipe.data.get(name), recipe.data.get(stage.evaluate.data)):
                 text = (
                     f"is {stage.evaluate.data!r}, the same text as {name!r}, which is trained on: the gate would prove "

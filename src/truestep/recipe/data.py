@@ -28,7 +28,9 @@ class TokenizerSection(Section):
 class Decontaminate(Section):
     """Drop documents that share a 13-gram of words with evaluation text."""
 
-    against: list[str] = field(help="text files (one evaluation text each) or JSONL files", min_length=1)
+    against: list[str] = field(
+        help="text files (one evaluation text each) or JSONL files", min_length=1, digest="where"
+    )
     text_field: str = field("text", help="field of JSONL rows")
     ngram: int = field(13, help="words in a row that count as a copy", ge=1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from truestep.recipe.paths import items, join
 from truestep.recipe.recipe import Recipe
-from truestep.recipe.section import Digest, Section, digest_of, plain
+from truestep.recipe.section import Digest, Section, digest_of
 
 Fields = dict[str, Any]
 
@@ -81,6 +81,6 @@ def _collect(section: Section, path: str, inherited: Digest, out: dict[Digest, F
         if isinstance(value, list) and below:
             out[kind][join(path, name)] = [str(key) for key, _ in below]  # their order is part of what they are
         if not below:
-            out[kind][join(path, name)] = plain(value)
+            out[kind][join(path, name)] = json.loads(canonical(value))
         for key, item in below:
             _collect(item, join(path, name) if key is None else join(join(path, name), key), kind, out)

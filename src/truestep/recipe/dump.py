@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from truestep.recipe.describe import field_words
 from truestep.recipe.effect import unused
-from truestep.recipe.paths import join
+from truestep.recipe.paths import items, join
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.section import Section
 
@@ -33,21 +33,16 @@ def _tables(section: Section, path: str) -> Iterator[str]:
     fields, idle = type(section).model_fields, unused(section)
     below: list[tuple[str, Any]] = []
     for name, value in section:
-        if isinstance(value, Section) or (_is_tables(value) and (path == "")):
+        if isinstance(value, Section) or (path == "" and items(value)):
             below.append((name, value))
         elif name in idle and name not in section.model_fields_set:
             yield f"# {name}: {field_words(fields[name])}; not used, it needs {idle[name].needs}"
         elif value is None:
             yield f"# {name}: {field_words(fields[name])}; not set"
         else:
-            yield _line(name, value, fields[name], section)
+            yield _line(name, fields[name], section)
     for name, value in below:
         yield from _below(join(path, _key(name)), value)
-
-
-def _is_tables(value: Any) -> bool:
-    inner = list(value.values()) if isinstance(value, dict) else value
-    return isinstance(inner, list) and bool(inner) and all(isinstance(item, Section) for item in inner)
 
 
 def _below(path: str, value: Any) -> Iterator[str]:
@@ -63,7 +58,7 @@ def _below(path: str, value: Any) -> Iterator[str]:
             yield from _tables(item, path)
 
 
-def _line(name: str, value: Any, info: FieldInfo, section: Section) -> str:
+def _line(name: str, info: FieldInfo, section: Section) -> str:
     shown = section.model_dump(include={name}, exclude_none=True)[name]
     return f"{_key(name)} = {toml(shown)}  # {field_words(info)}"
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import reduce
+from operator import getitem
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -108,18 +110,16 @@ def _nearest(name: str, section: type[Section]) -> str:
     return f"did you mean {deeper[0]!r}?" if deeper else did_you_mean(name, known)
 
 
-def _mend(raw: Any, keys: Keys) -> None:
+def _mend(mended: Any, keys: Keys) -> None:
     """Take the value at `keys` out, or put a stand-in where its field needs one."""
-    for key in keys[:-1]:
-        raw = raw[key]
+    *outer, key = keys
+    raw: Any = reduce(getitem, outer, mended)
     here = place(Recipe, keys)
-    if here.info is None or not here.info.is_required() or here.annotation is not here.info.annotation:
-        if isinstance(raw, list):
-            raw[int(keys[-1])] = _stand_in(here.annotation)
-        else:
-            raw.pop(keys[-1], None)
+    info = here.info
+    if isinstance(key, int) or (info is not None and info.is_required() and here.annotation is info.annotation):
+        raw[key] = _stand_in(here.annotation)
     else:
-        raw[keys[-1]] = _stand_in(here.annotation)
+        raw.pop(key, None)
 
 
 def _stand_in(annotation: Any) -> Any:

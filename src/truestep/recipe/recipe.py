@@ -21,8 +21,9 @@ class Recipe(Section):
     checkpoint: Checkpoint = field(Checkpoint(), help="saving of training state", digest="where")
     ledger: Ledger = field(Ledger(), help="what the card records", digest="where")
 
-    def origin_of(self, stage: Stage) -> str:
-        """Where the model that a stage trains comes from in the end: "init", or a model from outside the recipe."""
+    def lineage(self, stage: Stage) -> list[Stage]:
+        """The stage, the stage that it starts from, and so on. The last one's `start` is "init", or a model from
+        outside the recipe."""
         earlier = {f"stage:{one.name}": one for one in self.stages[: self.stages.index(stage)]}
         parent = earlier.get(stage.start)
-        return self.origin_of(parent) if parent is not None else stage.start
+        return [stage, *self.lineage(parent)] if parent is not None else [stage]

@@ -49,8 +49,3 @@ def digest_of(info: FieldInfo) -> Digest | None:
     """The digest class that a field names itself; None means its section's."""
     extra: Any = info.json_schema_extra
     return extra.get("digest") if isinstance(extra, dict) else None
-
-
-def plain(value: Any) -> Any:
-    """A field's value as TOML and JSON know it: tuples become lists, the rest stays."""
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

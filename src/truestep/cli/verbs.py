@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truestep.elastic.launch import launch
+from truestep.elastic.launch import die_with_launcher, launch
 from truestep.errors import UserError
 from truestep.parallel.environment import place
 from truestep.recipe.dump import dump
@@ -44,6 +44,7 @@ def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
     of torchrun or srun. Writes report.html into the run's directory."""
     resolved = load(recipe, list(overrides))
     here = place(os.environ)
+    die_with_launcher()
     command = os.environ.get("TRUESTEP_COMMAND") or _command(recipe)
     if here is None and resolved.machine.processes > 1:
         _launch(resolved, command)

@@ -1,0 +1,174 @@
+"""Real processes: the launcher, torchrun with two agents, Ctrl-C, and kill -9. These import torch anew, so they are few."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import small_run
+from truestep.recipe.dump import dump
+from truestep.recipe.load import load
+from truestep.runlog.log import read
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+TIMEOUT_S = 150
+
+
+def write_recipe(folder: Path, **changes) -> Path:
+    """The small run on two processes, as a file."""
+    body = small_run.recipe(folder, **changes)
+    file = folder / "recipe.toml"
+    file.write_text(dump(load(small_run.with_machine(body, processes=2))))
+    return file
+
+
+def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    command = [sys.executable, "-m", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=ENVIRONMENT | (environment or {}), start_new_session=True, **pipes)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
+    """Until the log holds that step."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"ended before step {step}: {process.communicate()[0]}")
+        try:
+            if any(r.kind == "step" and r.data.step >= step for r in read(run_dir)):
+                return
+        except Exception:  # the log is only just being made
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def weights_digest(run_dir: Path) -> str:
+    return json.loads((run_dir / "models" / "base" / "manifest.json").read_text())["weights"]
+
+
+def records(run_dir: Path, kind: str) -> list:
+    return [r.data for r in read(run_dir) if r.kind == kind]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("launch")
+    file = write_recipe(folder)
+    code, output = finish(start("truestep", "run", str(file)))
+    assert code == 0, output
+    return folder, file, folder / "runs" / "small"
+
+
+def test_two_processes_finish(undisturbed):
+    _, _, run_dir = undisturbed
+    assert records(run_dir, "attempt_start")[0].world == 2
+    assert records(run_dir, "attempt_end")[0].reason == "finished"
+    assert (run_dir / "report.html").exists()
+
+
+def test_kill_9_in_the_middle_ends_with_the_same_weights(undisturbed):
+    folder, file, reference = undisturbed
+    long = ["--set", "run.name=killed"]
+    process = start("truestep", "run", str(file), *long)
+    run_dir = folder / "runs" / "killed"
+    wait_for_step(run_dir, 7, process)
+    assert len(_workers_of(run_dir)) == 2
+    os.kill(process.pid, signal.SIGKILL)  # the launcher; its workers lie in sessions of their own
+    process.communicate(timeout=TIMEOUT_S)  # ends when the last holder of its output, a worker, is gone
+    assert _workers_of(run_dir) == []
+    code, output = finish(start("truestep", "run", str(file), *long))
+    assert code == 0, output
+    assert weights_digest(run_dir) == weights_digest(reference)
+
+
+def _workers_of(run_dir: Path) -> list[int]:
+    """Processes that name this run's recipe file on their command line."""
+    name = f".{run_dir.name}.recipe.toml"
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if str(run_dir.parent / name) in command:
+                found.append(int(entry.name))
+    return found
+
+
+def test_ctrl_c_once_saves_and_says_how_to_go_on(undisturbed):
+    folder, file, reference = undisturbed
+    process = start("truestep", "run", str(file), "--set", "run.name=polite")
+    run_dir = folder / "runs" / "polite"
+    wait_for_step(run_dir, 2, process)
+    os.kill(process.pid, signal.SIGINT)
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"truestep run {file} --set run.name=polite" in output
+    assert records(run_dir, "attempt_end")[0].reason == "stopped"
+    stopped = max(s.step for s in records(run_dir, "step"))
+    assert stopped < 20 and records(run_dir, "save")[-1].step == stopped
+    code, output = finish(start("truestep", "run", str(file), "--set", "run.name=polite"))
+    assert code == 0, output
+    assert weights_digest(run_dir) == weights_digest(reference)
+
+
+def test_ctrl_c_twice_stops_at_once_and_corrupts_nothing(undisturbed):
+    folder, file, reference = undisturbed
+    process = start("truestep", "run", str(file), "--set", "run.name=abrupt")
+    run_dir = folder / "runs" / "abrupt"
+    wait_for_step(run_dir, 6, process)
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
+    code, _ = finish(process)
+    assert code in (0, 128 + signal.SIGKILL, 128 + signal.SIGINT)  # 0: the step had ended between the two
+    code, output = finish(start("truestep", "run", str(file), "--set", "run.name=abrupt"))
+    assert code == 0, output
+    assert weights_digest(run_dir) == weights_digest(reference)
+
+
+def test_torchrun_with_two_agents_joins_and_equals_our_launcher(undisturbed):
+    folder, file, reference = undisturbed
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    common = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", "--master-addr=127.0.0.1"]
+    verb = ["-m", "truestep", "run", str(file), "--set", "run.name=joined"]
+    agents = [start(*common, f"--node-rank={node}", *verb) for node in range(2)]
+    ended = [finish(agent) for agent in agents]
+    assert [code for code, _ in ended] == [0, 0], ended
+    run_dir = folder / "runs" / "joined"
+    assert records(run_dir, "attempt_start")[0].world == 2
+    assert weights_digest(run_dir) == weights_digest(reference)
+
+
+def test_srun_variables_join(undisturbed):
+    folder, file, reference = undisturbed
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    tasks = []
+    for rank in range(2):
+        variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_STEP_ID": 0}
+        variables |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": port}
+        texts = {name: str(value) for name, value in variables.items()}
+        tasks.append(start("truestep", "run", str(file), "--set", "run.name=slurm", environment=texts))
+    ended = [finish(task) for task in tasks]
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert weights_digest(folder / "runs" / "slurm") == weights_digest(reference)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.data.fake_hub import FakeHub, FakeRepo, commit_id
 from truestep.data.build import build
+from truestep.data.sample import make_tokenizer
 from truestep.data.sources.registry import open_source, read
-from truestep.data.tokenizer import bytes_tokenizer, load_tokenizer
+from truestep.data.tokenizer import bytes_tokenizer
 from truestep.errors import DataError
-from truestep.recipe.data import DataSection
+from truestep.recipe.data import DataSection, TokenizerSection
 
 OLD, NEW = commit_id(1), commit_id(2)
 
@@ -102,7 +103,7 @@ def test_card_configs_and_folders_choose_files(hub, tmp_path):
     ]
     assert texts(section("o/plain", revision="main", config="one"), tmp_path) == ["x"]
     assert texts(section("o/plain", revision="main", config="two"), tmp_path) == ["y"]
-    with pytest.raises(DataError, match="has the configs one, two; set options.config"):
+    with pytest.raises(DataError, match=r"has the configs one, two; set options\.config"):
         texts(section("o/plain", revision="main"), tmp_path)
 
 
@@ -134,7 +135,7 @@ def test_bad_hub_sources_are_one_sentence_and_leave_nothing(hub, tmp_path, repo,
 
 def test_an_unreachable_hub_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(DataError, match="hub repository o/d@main cannot be read|o/d@main: "):
+    with pytest.raises(DataError, match=r"hub repository o/d@main cannot be read"):
         texts(section(revision="main"), tmp_path)
 
 
@@ -142,8 +143,9 @@ def test_a_tokenizer_by_hub_id_is_pinned_to_a_commit(hub, tmp_path):
     bytes_tokenizer().save(tmp_path / "t")
     files = {p.name: p.read_bytes() for p in (tmp_path / "t").iterdir()}
     hub.repos["models/o/m"] = FakeRepo({NEW: files | {"tokenizer.py": b"raise SystemExit"}}, {"main": NEW})
-    tokenizer = load_tokenizer("o/m@main", cache=tmp_path / "cache")
+    section = TokenizerSection(kind="file", path="o/m@main")
+    tokenizer = make_tokenizer(section, [], tmp_path / "cache")
     assert tokenizer.origin == f"o/m@{NEW}" and tokenizer.fingerprint == bytes_tokenizer().fingerprint
     del hub.repos["models/o/m"].commits[NEW]["tokenizer.json"]
     with pytest.raises(DataError, match=r"o/m@.* has no tokenizer\.json"):
-        load_tokenizer("o/m@main", cache=tmp_path / "other")
+        make_tokenizer(section, [], tmp_path / "other")

@@ -6,8 +6,6 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -17,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests.data.users import unprivileged
 from truestep.data.build import build
 from truestep.data.sources import jsonl as jsonl_source
 from truestep.data.sources import parquet as parquet_source
@@ -70,7 +69,9 @@ def test_text_files_trees_and_globs(tmp_path):
 
 def test_bad_text_inputs(tmp_path):
     out = tmp_path / "out"
-    assert refused(section("text", tmp_path / "no"), out).endswith("/no does not exist; correct `path` of the data section.")
+    assert refused(section("text", tmp_path / "no"), out).endswith(
+        "/no does not exist; correct `path` of the data section."
+    )
     assert "holds no input file" in refused(section("text", f"{tmp_path}/*.txt"), out)
     (tmp_path / "bad.txt").write_bytes(b"fine\nfine\nb\xff\n")
     said = refused(section("text", tmp_path / "bad.txt"), out)
@@ -80,17 +81,6 @@ def test_bad_text_inputs(tmp_path):
     assert "needs `path`" in refused(section("text"), out)
     assert "does not use 'includ'" in refused(section("text", tmp_path, options={"includ": "*"}), out)
     assert "data source 'txt' is unknown; use text, jsonl" in refused(section("txt", tmp_path), out)
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """As a user for whom permissions count, also where the tests run as root."""
-    me = os.geteuid()
-    os.seteuid(65534 if me == 0 else me)
-    try:
-        yield
-    finally:
-        os.seteuid(me)
 
 
 def test_unreadable_files_and_folders():
@@ -173,7 +163,9 @@ def test_truncated_and_damaged_compression(tmp_path, name):
 # Parquet
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()]
+)
 def test_parquet_columns_of_text(tmp_path, kind):
     table = pa.table({"text": pa.array(TEXTS).cast(kind), "n": range(len(TEXTS))})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
@@ -218,7 +210,9 @@ def test_hf_saved_is_what_datasets_wrote(tmp_path):
     assert texts(section("hf-saved", tmp_path / "half")) == TEXTS[::2]
     datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk(tmp_path / "dict")
     assert texts(section("hf-saved", tmp_path / "dict", options={"split": "train"})) == TEXTS
-    assert "holds the splits train, test; set options.split" in refused(section("hf-saved", tmp_path / "dict"), tmp_path)
+    assert "holds the splits train, test; set options.split" in refused(
+        section("hf-saved", tmp_path / "dict"), tmp_path
+    )
 
 
 def test_bad_saved_datasets(tmp_path):
@@ -263,7 +257,8 @@ def test_python_stdlib_is_the_same_every_time_and_leaves_tests_out():
 # Tokenised corpora
 
 
-def write_megatron(prefix: Path, documents: list[list[int]], kind=np.dtype("<u2"), code=8) -> None:
+def write_megatron(prefix: Path, documents: list[list[int]]) -> None:
+    kind, code = np.dtype("<u2"), 8
     lengths = [len(d) for d in documents]
     pointers = np.cumsum([0, *lengths[:-1]]) * kind.itemsize
     head = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code])
@@ -282,9 +277,14 @@ def test_megatron_and_npy_become_verified_stores(tmp_path):
     tokenizer = bytes_tokenizer()
     write_megatron(tmp_path / "m", [[1, 2, 256], [3]])
     store = build(section("megatron", tmp_path), tokenizer, tmp_path / "s1")
-    assert documents(store) == [[1, 2, 256], [3, 256]] and store.num_bytes == 3  # the end-of-document id is text of 0 bytes
+    assert (
+        documents(store) == [[1, 2, 256], [3, 256]] and store.num_bytes == 3
+    )  # the end-of-document id is text of 0 bytes
     np.save(tmp_path / "rows.npy", np.array([[1, 2], [3, 256]]))
-    assert documents(build(section("npy", tmp_path / "rows.npy"), tokenizer, tmp_path / "s2")) == [[1, 2, 256], [3, 256]]
+    assert documents(build(section("npy", tmp_path / "rows.npy"), tokenizer, tmp_path / "s2")) == [
+        [1, 2, 256],
+        [3, 256],
+    ]
     np.save(tmp_path / "flat.npy", np.array([1, 2, 256, 3, 256, 4], dtype=np.uint16))
     flat = section("npy", tmp_path / "flat.npy")
     assert documents(build(flat, tokenizer, tmp_path / "s3")) == [[1, 2, 256, 3, 256, 4, 256]]

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from tests.data.foreign_tokenizers import saved, sentencepiece
 from truestep.data.tokenizer import bytes_tokenizer, check_vocab, load_tokenizer, train_bpe
 from truestep.errors import DataError
 
-CORPUS = ["the quick brown fox jumps over the lazy dog\n\tdef f(x):\n        return x\n"] * 20 + ["naïve café 🙂 日本語"] * 5
+CORPUS = ["the quick brown fox jumps over the lazy dog\n\tdef f(x):\n        return x\n"] * 20 + [
+    "naïve café 🙂 日本語"
+] * 5
 ODD = [
     "",
     " ",
@@ -32,20 +35,13 @@ ODD = [
     "def f(x):\n    return x  # 12345",
     "a" * 300,
 ]
-SPELLED = ["<|endoftext|>", "a <|endoftext|> b", "<|endoftext|><|endoftext|>", "</s> <s> <unk>", "<|im_end|><|im_start|>system"]
-
-
-def sentencepiece(**changes) -> dict:
-    """The layout of Llama 2's tokenizer.json: ▁ for space, bytes as <0xAB>."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return json.loads(tokenizer.to_str()) | changes
+SPELLED = [
+    "<|endoftext|>",
+    "a <|endoftext|> b",
+    "<|endoftext|><|endoftext|>",
+    "</s> <s> <unk>",
+    "<|im_end|><|im_start|>system",
+]
 
 
 def unigram() -> dict:
@@ -55,13 +51,6 @@ def unigram() -> dict:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer.add_special_tokens(["<unk>", "</s>"])
     return json.loads(tokenizer.to_str())
-
-
-def saved(folder, spec: dict, eos="</s>", **config):
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos} | config))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +119,9 @@ def test_a_sentencepiece_tokenizer_matches_hugging_face_both_ways(tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path / "b", split_special_tokens=True)
     for text in [*ODD, "ab a b  ab", "</s> ab"]:
         ids = first.encode(text).tolist()
-        assert ids == load_tokenizer(tmp_path / "b").encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
+        assert (
+            ids == load_tokenizer(tmp_path / "b").encode(text).tolist() == theirs.encode(text, add_special_tokens=False)
+        )
 
 
 def test_c07_nothing_is_added_and_text_cannot_smuggle_a_special_token(tmp_path):
@@ -274,7 +265,9 @@ def test_fingerprints_tell_tokenizers_apart(trained, tmp_path):
 
 def test_a_tokenizer_larger_than_the_model_is_refused(trained):
     check_vocab(trained, 320)
-    with pytest.raises(DataError, match=r"has 320 ids but model.vocab_size is 319; set model.vocab_size to at least 320"):
+    with pytest.raises(
+        DataError, match=r"has 320 ids but model.vocab_size is 319; set model.vocab_size to at least 320"
+    ):
         check_vocab(trained, 319)
 
 

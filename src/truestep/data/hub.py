@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of whichever HTTP client the library uses
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )

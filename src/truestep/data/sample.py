@@ -2,11 +2,13 @@
 
 import heapq
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+from truestep.data.hub import look_up
 from truestep.data.shard_work import in_split, text_hash
 from truestep.data.sources.registry import open_source, read
-from truestep.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
+from truestep.data.tokenizer import FILES, Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 from truestep.errors import DataError
 from truestep.recipe.data import DataSection, TokenizerSection
 
@@ -20,10 +22,24 @@ def make_tokenizer(section: TokenizerSection, data: Iterable[DataSection], cache
         return bytes_tokenizer()
     if section.kind == "file":
         if section.path is None:
-            raise DataError("tokenizer.kind = 'file' needs tokenizer.path: a tokenizer.json or a folder with one.")
-        return load_tokenizer(section.path, eod=section.eod, cache=cache)
+            raise DataError("tokenizer.kind = 'file' needs tokenizer.path: a file, a folder or owner/name@revision.")
+        if "@" in section.path and not Path(section.path).exists():
+            return _of_hub(section.path, section.eod, cache)
+        return load_tokenizer(section.path, eod=section.eod)
     texts = (text for one in data for text in section_texts(one, cache))
     return train_bpe(even_sample(texts, section.sample), section.vocab_size)
+
+
+def _of_hub(name: str, eod: str | None, cache: Path) -> Tokenizer:
+    """owner/name@revision; the commit becomes part of the tokenizer's origin."""
+    repo, _, revision = name.rpartition("@")
+    found = look_up(repo, revision, "model", cache)
+    wanted = [file for file in found.files if file.name in FILES]
+    if FILES[0] not in (file.name for file in wanted):
+        raise DataError(f"hub repository {repo}@{found.commit} has no {FILES[0]}; name another repository.")
+    with ExitStack() as stack:
+        paths = [stack.enter_context(file.here()) for file in wanted]
+        return load_tokenizer(paths[0].parent, eod=eod, origin=f"{repo}@{found.commit}")
 
 
 def section_texts(section: DataSection, cache: Path) -> Iterator[str]:

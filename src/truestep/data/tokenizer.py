@@ -17,12 +17,12 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from truestep.data.blocks import canonical, publish, writing
-from truestep.data.hub import look_up
 from truestep.data.token_bytes import byte_alphabet, token_byte_lengths
 from truestep.errors import DataError
 
 END = "<|endoftext|>"
 _UNREACHABLE = "\ufdd0"  # a code point that is no character: no text can spell what follows it
+FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")  # later ones win
 _KEPT_CONFIG = ("bos_token", "pad_token", "unk_token", "chat_template", "model_max_length", "padding_side")
 
 
@@ -132,16 +132,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return _byte_level(learner.model, f"byte-level BPE of {vocab_size} trained on the data")
 
 
-def load_tokenizer(path: str | Path, *, eod: str | None = None, cache: Path = Path()) -> Tokenizer:
-    """A tokenizer.json, a folder that holds one, or a hub id owner/name@revision (fetched into `cache`). `eod` is by
-    default the eos token named next to it. Only JSON is read: code and pickles in the folder are left alone."""
-    text = str(path)
-    if not Path(path).exists() and "@" in text:
-        return _from_hub(text, eod, cache)
+def load_tokenizer(path: str | Path, *, eod: str | None = None, origin: str | None = None) -> Tokenizer:
+    """A tokenizer.json, or a folder that holds one. `eod` is by default the eos token named beside it; `origin` is what
+    to call it. Only JSON is read: code and pickles in the folder are left alone."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise DataError(f"{file} does not exist; give a tokenizer.json, a folder with one, or owner/name@revision.")
-    return _from_files({name: file.with_name(name) for name in _FILES} | {"tokenizer.json": file}, eod, text)
+        raise DataError(f"{file} does not exist; give a tokenizer.json or a folder with one.")
+    origin = origin or str(path)
+    beside = [_read_json(p) for name in FILES[1:] if (p := file.with_name(name)).is_file()]
+    config = {name: value for one in beside for name, value in one.items()}
+    named = eod or config.get("eos_token")
+    if isinstance(named, dict):
+        named = named.get("content")
+    if not named:
+        raise DataError(f"{origin}: names no eos token; set tokenizer.eod to the token that ends a document.")
+    return Tokenizer(_read_json(file), named, config=config, origin=origin)
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -153,39 +158,12 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-
-
 def _byte_level(model: Any, origin: str) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
     return Tokenizer(json.loads(tokenizer.to_str()), END, origin=origin)
-
-
-def _from_hub(name: str, eod: str | None, cache: Path) -> Tokenizer:
-    repo, _, revision = name.rpartition("@")
-    found = look_up(repo, revision, "model", cache)
-    paths = {}
-    for file in found.files:
-        if file.name in _FILES:
-            with file.here() as path:
-                paths[file.name] = path
-    if "tokenizer.json" not in paths:
-        raise DataError(f"hub repository {repo}@{found.commit} has no tokenizer.json; name another repository.")
-    return _from_files(paths, eod, f"{repo}@{found.commit}")
-
-
-def _from_files(paths: dict[str, Path], eod: str | None, origin: str) -> Tokenizer:
-    read = {name: _read_json(path) for name, path in paths.items() if path.is_file()}
-    config = read.get("special_tokens_map.json", {}) | read.get("tokenizer_config.json", {})
-    named = eod or config.get("eos_token")
-    if isinstance(named, dict):
-        named = named.get("content")
-    if not named:
-        raise DataError(f"{origin}: names no eos token; set tokenizer.eod to the token that ends a document.")
-    return Tokenizer(read["tokenizer.json"], named, config=config, origin=origin)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ To add one: a class with `shards()` and `notes` (see base.py) in a new file here
 touching truestep, a class of your own with `documents()` alone, named in the recipe as source = "package.module:Class".
 The class is called with keyword arguments: every entry of `options`, and of `path`, `text_field` and `cache` (a folder
 for what it fetches) those that its signature names. In SOURCES `path` arrives as Inputs; in your own class as the
-recipe has it.
+recipe has it. A source is imported when it is used, so that a build process loads only what its shards need.
 """
 
 import inspect
@@ -13,44 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from truestep.data.sources.base import Document, ShardedSource, WholeSource
-from truestep.data.sources.hf_hub import HfHubSource
-from truestep.data.sources.hf_saved import HfSavedSource
 from truestep.data.sources.inputs import Inputs
-from truestep.data.sources.jsonl import JsonlSource
-from truestep.data.sources.parquet import ParquetSource
-from truestep.data.sources.python_stdlib import PythonStdlibSource
-from truestep.data.sources.text import TextSource
-from truestep.data.sources.tokenised import MegatronSource, NpySource
 from truestep.errors import DataError
 from truestep.imports import is_import_path, load_object
 from truestep.recipe.data import DataSection
 
-SOURCES: dict[str, Callable[..., ShardedSource]] = {
-    "text": TextSource,
-    "jsonl": JsonlSource,
-    "parquet": ParquetSource,
-    "hf-saved": HfSavedSource,
-    "hf-hub": HfHubSource,
-    "python-stdlib": PythonStdlibSource,
-    "megatron": MegatronSource,
-    "npy": NpySource,
+SOURCES = {
+    "text": "truestep.data.sources.text:TextSource",
+    "jsonl": "truestep.data.sources.jsonl:JsonlSource",
+    "parquet": "truestep.data.sources.parquet:ParquetSource",
+    "hf-saved": "truestep.data.sources.hf_saved:HfSavedSource",
+    "hf-hub": "truestep.data.sources.hf_hub:HfHubSource",
+    "python-stdlib": "truestep.data.sources.python_stdlib:PythonStdlibSource",
+    "megatron": "truestep.data.sources.tokenised:MegatronSource",
+    "npy": "truestep.data.sources.tokenised:NpySource",
 }
 
 
 def open_source(section: DataSection, cache: Path) -> ShardedSource:
     """The source that a data section describes. `cache` is a folder for what has to be fetched.
     DataError for an unknown kind, and for options that the source lacks or would not use."""
-    paths = [section.path] if isinstance(section.path, str) else section.path
-    if is_import_path(section.source):
-        factory = load_object(section.source, "data source")
-        path: Any = section.path
-    elif section.source in SOURCES:
-        factory = SOURCES[section.source]
-        path = None if paths is None else Inputs(tuple(paths), dict(section.storage_options), cache)
-    else:
-        raise DataError(
-            f'data source {section.source!r} is unknown; use {", ".join(SOURCES)} or "package.module:Class".'
-        )
+    if section.source not in SOURCES and not is_import_path(section.source):
+        known = ", ".join(SOURCES)
+        raise DataError(f'data source {section.source!r} is unknown; use {known} or "package.module:Class".')
+    factory = load_object(SOURCES.get(section.source, section.source), "data source")
+    path: Any = section.path
+    if section.source in SOURCES and path is not None:
+        paths = [path] if isinstance(path, str) else path
+        path = Inputs(tuple(paths), dict(section.storage_options), cache)
     source = factory(**_arguments(section, factory, path, cache))
     return source if isinstance(source, ShardedSource) else WholeSource(source, section.source)
 

@@ -1,5 +1,7 @@
 """What a save writes: the state at the call, each tensor once, and nothing if a rank fails."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -236,3 +238,21 @@ def test_block_size():
     assert block_size(16 << 20, 8 << 20) == 256 << 10
     assert block_size(10 << 30, 8 << 20) == 8 << 20
     assert block_size(10 << 30, 1024) == 1024
+
+
+ENDS = """
+import sys, torch, torch.distributed as dist
+from truestep.checkpoint.checkpointer import Checkpointer
+from truestep.storage.local import LocalStore
+checkpointer = Checkpointer(
+    LocalStore(sys.argv[1]), attempt=1, rank=0, world=2, kv=dist.HashStore(), block_bytes=1024, deadline_s=900.0
+)
+checkpointer.save(1, {"w": torch.ones(2)}, {}, asynchronous=True)
+raise RuntimeError("training failed")
+"""
+
+
+def test_a_failing_process_ends_though_a_save_waits_for_others(tmp_path):
+    done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, timeout=300, check=False)
+    assert done.returncode == 1 and b"training failed" in done.stderr
+    assert LocalStore(tmp_path).list() == []

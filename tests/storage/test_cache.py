@@ -1,8 +1,11 @@
 """The cache of remote files: fetched once, verified on every use, safe for several processes."""
 
+import functools
+import http.server
 import json
 import subprocess
 import sys
+import threading
 import uuid
 
 import pytest
@@ -78,3 +81,17 @@ def test_several_processes_at_once(remote, seaweed, tmp_path):
     assert [process.communicate(timeout=60)[0] for process in running] == [content] * 3
     (folder,) = tmp_path.iterdir()
     assert sorted(file.name for file in folder.iterdir()) == ["x.bin", "x.bin.json", "x.bin.lock"]
+
+
+def test_a_file_over_http(tmp_path):
+    """Any web server will do: the cache needs no more than HEAD and GET."""
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.txt").write_bytes(b"over http")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/a.txt"
+        assert fetch(url, {"allow_http": "true"}, tmp_path / "cache").read_bytes() == b"over http"
+        with pytest.raises(StorageError, match="there is no such object"):
+            fetch(url.replace("a.txt", "b.txt"), {"allow_http": "true"}, tmp_path / "cache")
+        server.shutdown()

@@ -1,8 +1,9 @@
 """Saves training state: copies it at once, writes it in the background, commits it when every rank's part is there."""
 
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -82,7 +83,6 @@ class Checkpointer:
         self.group = Group.of(own, rank, world, deadline_s, f"save-{attempt}")
         self.facts = {"torch": torch.__version__, "world": world, **plain(dict(facts or {}), "facts")}
         self.stage = Stage()
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Future[SaveResult] | None = None
         self.results: SimpleQueue[SaveResult] = SimpleQueue()
 
@@ -98,17 +98,15 @@ class Checkpointer:
         try:
             job = self._prepare(step, tensors, extra, asynchronous, step_round)
         except Exception as error:
-            self.pending = Future()
-            stall_s = time.monotonic() - began
-            self.pending.set_result(replace(self._failed(step, step_round, error), stall_s=stall_s, total_s=stall_s))
+            failed = self._failed(step, step_round, error)
+            future = self._start(lambda: failed, began, None)
         else:
             self.store.event("staged")
             stall_s = time.monotonic() - began
-            self.pending = self.pool.submit(self._run, job, began, stall_s if asynchronous else None)
-        future = self.pending
+            future = self._start(lambda: self._run(job), began, stall_s if asynchronous else None)
+        self.pending = future
         if not asynchronous:
             future.result()
-        future.add_done_callback(lambda done: self.results.put(done.result()))
         return Save(step, time.monotonic() - began, future)
 
     def finished(self) -> list[SaveResult]:
@@ -126,9 +124,12 @@ class Checkpointer:
             self.pending.result()
 
     def close(self) -> None:
-        """Wait, and stop the background thread."""
+        """Wait for the last save and give back the staging buffers.
+
+        A process that ends without this loses a save under way; none is half-committed.
+        """
         self.wait()
-        self.pool.shutdown()
+        self.stage.buffers.clear()
 
     def _prepare(
         self,
@@ -151,15 +152,30 @@ class Checkpointer:
         planner.set_up_planner({name: tensors[name] for name in parts}, is_coordinator=self.rank == 0)
         return _Job(step, step_round, planner, writer)
 
-    def _run(self, job: _Job, began: float, stall_s: float | None) -> SaveResult:
+    def _start(self, work: Callable[[], SaveResult], began: float, stall_s: float | None) -> Future[SaveResult]:
+        """Run in a thread that never keeps a failing process from ending. Without a stall of its own, all was stall."""
+        future: Future[SaveResult] = Future()
+
+        def run() -> None:
+            try:
+                result = work()
+                total_s = time.monotonic() - began
+                result = replace(result, total_s=total_s, stall_s=total_s if stall_s is None else stall_s)
+                self.results.put(result)
+                future.set_result(result)
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        return future
+
+    def _run(self, job: _Job) -> SaveResult:
         """The background part; every failure becomes a result and a message to the other ranks."""
         try:
             verdict = self._write(job)
-            result = SaveResult(job.step, True, 0.0, 0.0, commit=job.writer.committed.key, **verdict)
         except Exception as error:
-            result = self._failed(job.step, job.round, error)
-        total_s = time.monotonic() - began
-        return replace(result, total_s=total_s, stall_s=total_s if stall_s is None else stall_s)
+            return self._failed(job.step, job.round, error)
+        return SaveResult(job.step, True, 0.0, 0.0, commit=job.writer.committed.key, **verdict)
 
     def _write(self, job: _Job) -> dict[str, Any]:
         talk, writer, planner, event = job.round, job.writer, job.planner, self.store.event

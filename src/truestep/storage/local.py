@@ -58,6 +58,11 @@ def _link(temporary: Path, path: Path) -> None:
         os.link(temporary, path)
     except FileExistsError:
         raise KeyExists(f"{path}: exists already and was left as it is; committed objects are never replaced") from None
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        needs = "create-only objects need hard links, which this file system lacks; name another place"
+        raise StorageError(f"{path}: cannot write it: {needs}") from None
 
 
 class LocalStore:

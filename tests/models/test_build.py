@@ -1,13 +1,15 @@
 """Meta build, then each rank's shards from the seed or from files; tied weights stay one; compile and recomputation."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.dist import run_ranks
 from tests.models.sections import VOCAB, small
@@ -124,11 +126,30 @@ def test_c29_tied_weights_stay_one_under_fsdp(tmp_path: Path):
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
 
 
+def _rope_under_bf16(rank: int, world: int) -> torch.Tensor:
+    mesh, policy = init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = build_model(TIED, VOCAB)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy).to_empty(device="cpu")
+    init_weights(model, 3)
+    seen = []
+    block = model.blocks[1]
+    inner = block.attention.forward
+    block.attention.forward = lambda x, given: seen.append((x.dtype, given.rope.cos)) or inner(x, given)
+    positions_BT = torch.tensor([[256, 257, 15_962]])
+    model(TOKENS_BT[:1, :3], positions_BT, torch.tensor([[0, 0, 1]]))
+    assert seen[0][0] == torch.bfloat16
+    return seen[0][1]
+
+
+def test_c26_fsdp_does_not_cast_rotary_tables():
+    cos = run_ranks(_rope_under_bf16, 2)[0]
+    assert cos.dtype == torch.float32
+    torch.testing.assert_close(cos[0, 1:, 0, 0], torch.tensor([0.819306, -0.908016]), atol=1e-6, rtol=0)
+
+
 def test_recomputed_blocks_give_the_same_gradient():
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-
     plain, again = whole(), whole()
     for block in again.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from tests.models.families import VOCAB, tiny
+from truestep.errors import ModelError
 from truestep.models.load import load_model
 from truestep.numerics.counter import uniform
 from truestep.rollout.generate import choose, generate, generate_ids
@@ -77,6 +78,12 @@ def test_stops_at_the_end_of_the_document(model):
     stop = free[0][4]
     for wanted, found in zip(free, generate_ids(model, PROMPTS, 12, stop_ids=[stop])):
         assert found == (wanted[: wanted.index(stop)] if stop in wanted else wanted)
+
+
+def test_beyond_the_context_is_refused(model):
+    assert len(generate_ids(model, PROMPTS, 57)[0]) == 57
+    with pytest.raises(ModelError, match="a prompt of 7 tokens and 58 new ones exceed the model's context of 64"):
+        generate_ids(model, PROMPTS, 58)
 
 
 def test_texts_in_and_out(model):

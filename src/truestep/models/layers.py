@@ -1,7 +1,5 @@
 """The parts of a block: normalisation, attention with its projections, gated MLP."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn.functional import gelu, rms_norm, silu
@@ -12,13 +10,14 @@ from truestep.models.rope import RopeTables
 from truestep.recipe.model import ModelSection
 
 
-@dataclass(frozen=True)
 class LayerInput:
-    """What layers of one kind share for one microbatch. Not a pytree, so that FSDP casts none of it."""
+    """What layers of one kind share for one microbatch. Neither a dataclass nor a pytree: FSDP2's mixed precision casts
+    the tensors that it finds in those, and rotary tables must stay fp32."""
 
-    rope: RopeTables
-    mask: Mask
-    cache: KVCache | None
+    def __init__(self, rope: RopeTables, mask: Mask, cache: KVCache | None):
+        self.rope = rope
+        self.mask = mask
+        self.cache = cache
 
 
 class RMSNorm(nn.Module):

@@ -1,11 +1,10 @@
 """Rotary positions (arXiv 2104.09864) with linear, llama3 and yarn (arXiv 2309.00071) scaling.
 
 Tables are made anew from float64 for each forward pass, shared by all layers. They are no parameters and no buffers:
-`model.to(bfloat16)` and a build on the meta device cannot touch them, and FSDP's casts of inputs do not see them.
+`model.to(bfloat16)`, a build on the meta device and FSDP's casts of inputs do not touch them.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ import torch
 from truestep.recipe.model import RopeScaling
 
 
-@dataclass(frozen=True)
 class RopeTables:
-    """cos and sin of position times frequency, (B or 1, T, 1, head_dim / 2), at least fp32."""
+    """cos and sin of position times frequency, (B or 1, T, 1, head_dim / 2), fp32 at least. A dataclass would be cast."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+        self.cos = cos
+        self.sin = sin
 
     def rotate(self, x_BTHK: torch.Tensor) -> torch.Tensor:
         """Rotate the pairs (k, k + K/2) of every head; the result has the dtype of x."""

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from truestep.errors import ModelError
 from truestep.models.cache import KVCache
 from truestep.models.decoder import Decoder
 from truestep.numerics.counter import key_of, uniform
@@ -53,6 +54,8 @@ def generate_ids(
     training flags are left as they were. A module of the user's own has no cache and is run anew for every token."""
     if not prompts or max_new_tokens < 1:
         return [[] for _ in prompts]
+    if isinstance(model, Decoder):
+        _check_length(model, max(map(len, prompts)), max_new_tokens)
     flags = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -60,6 +63,15 @@ def generate_ids(
     finally:
         for module, training in flags.items():
             module.training = training
+
+
+def _check_length(model: Decoder, longest: int, max_new_tokens: int) -> None:
+    room = model.section.max_context
+    if longest + max_new_tokens > room:
+        raise ModelError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {room}; "
+            f"shorten the prompt or ask for at most {max(room - longest, 0)} new tokens."
+        )
 
 
 def _generate(

@@ -13,7 +13,7 @@ from truestep.recipe.model import RopeScaling
 
 
 class RopeTables:
-    """cos and sin of position times frequency, (B or 1, T, 1, head_dim / 2), fp32 at least. A dataclass would be cast."""
+    """cos and sin of position times frequency, (B or 1, T, 1, K / 2), at least fp32. No dataclass (see LayerInput)."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
         self.cos = cos

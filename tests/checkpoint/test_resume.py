@@ -8,7 +8,7 @@ from tests.checkpoint.common import ROWS, assert_same, full_state, many, one, sa
 from tests.dist import run_ranks
 from truestep.checkpoint.catalogue import begin_epoch, list_committed, newest, read_manifest
 from truestep.checkpoint.control import Group
-from truestep.checkpoint.load import load, load_newest
+from truestep.checkpoint.load import Mismatch, load, load_newest
 from truestep.errors import CheckpointError
 from truestep.storage.local import LocalStore
 
@@ -124,3 +124,27 @@ def test_c47_state_by_logical_stream_survives_another_world_size(tmp_path):
     for extra in run_ranks(_load_with_streams, 2, tmp_path):
         assert extra["loader"] == {"next_row": 12}
         assert extra["rng"] == {f"dropout.{i}": [i, 7] for i in range(4)}
+
+
+def test_a_whole_checkpoint_that_does_not_fit_is_no_reason_to_fall_back(tmp_path, caplog):
+    store = LocalStore(tmp_path)
+    assert save_one(store, 1, {"model.a": torch.ones(2)}).ok
+    assert save_one(store, 2, {"model.a": torch.ones(3)}).ok
+    target = {"model.a": torch.zeros(2)}
+    with pytest.raises(Mismatch, match=r"model.a is saved as float32 \[3\], but float32 \[2\] is wanted"):
+        load_newest(store, target)
+    assert target["model.a"].tolist() == [0.0, 0.0] and caplog.text == ""
+
+
+def _one_does_not_fit(rank, world, path):
+    group = Group.of(dist.distributed_c10d._get_default_store(), rank, world, 20.0)
+    with pytest.raises(Mismatch) as caught:
+        load_newest(LocalStore(path), {"model.a": torch.zeros(2 + rank)}, group=group)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_all_ranks_hear_of_a_mismatch_on_one(tmp_path):
+    assert save_one(LocalStore(tmp_path), 1, {"model.a": torch.ones(2)}).ok
+    first, second = run_ranks(_one_does_not_fit, 2, tmp_path)
+    assert "because of rank 1" in first and "float32 [3] is wanted" in second

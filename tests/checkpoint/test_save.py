@@ -256,3 +256,23 @@ def test_a_failing_process_ends_though_a_save_waits_for_others(tmp_path):
     done = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, timeout=300, check=False)
     assert done.returncode == 1 and b"training failed" in done.stderr
     assert LocalStore(tmp_path).list() == []
+
+
+@pytest.mark.parametrize("cut", [0, 100])
+def test_an_object_that_is_not_there_whole_is_not_committed(tmp_path, cut):
+    """The store lost bytes after it had taken them: the coordinator looks before it commits."""
+    store = LocalStore(tmp_path)
+
+    def event(name):
+        if name == "report sent":
+            path = tmp_path / "steps/000000000001-000001-0001/rank-00000.bin"
+            path.write_bytes(path.read_bytes()[:cut]) if cut else path.unlink()
+
+    checkpointer = one(store)
+    store.event = event
+    result = checkpointer.save(1, full_state(), {}, asynchronous=True).result()
+    checkpointer.close()
+    assert not result.ok and (
+        "holds 100 bytes, but" in result.error if cut else "there is no such file" in result.error
+    )
+    assert list_committed(store) == []

@@ -115,3 +115,17 @@ def test_no_folder_possible(tmp_path):
     with pytest.raises(StorageError, match="a part of the path is a file, not a folder"):
         LocalStore(tmp_path / "file").put("a/b", b"x")
     assert _files(tmp_path) == ["file"]
+
+
+def test_bytes_are_durable_before_the_name_and_the_name_before_the_answer(tmp_path, monkeypatch):
+    """A power cut cannot be tested here, so the order of the calls that guard against it is."""
+    calls = []
+    for name in ("fsync", "link"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append((name, args)), real(*args))[1])
+    store = LocalStore(tmp_path / "new")
+    store.event = lambda name: calls.append(("event", name))
+    store.put("a/b", b"bytes")
+    kinds = [kind if kind != "event" else what.split(": ")[1] for kind, what in calls]
+    folders = ["fsync"] * 2  # the new names `new` and `a`, each in its parent
+    assert kinds == [*folders, "opened", "written", "fsync", "synced", "link", "linked", "fsync", "folder synced"]

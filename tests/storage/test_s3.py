@@ -69,6 +69,16 @@ def test_wrong_credentials(seaweed, wrong):
         assert "\n" not in str(caught.value) and seaweed.url in str(caught.value)
 
 
+def test_secrets_come_from_the_environment(seaweed, monkeypatch):
+    """So that no recipe and no log holds them."""
+    options = dict(seaweed.options)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options.pop("access_key_id"))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options.pop("secret_access_key"))
+    store = ObjectStore(f"{seaweed.url}/{uuid.uuid4().hex}", options)
+    store.create("k", b"1")
+    assert store.get("k") == b"1"
+
+
 def test_no_such_bucket(seaweed):
     with pytest.raises(StorageError, match="there is no such bucket"):
         ObjectStore("s3://nowhere/x", seaweed.options).get("k")  # this server makes buckets on a put

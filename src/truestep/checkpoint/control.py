@@ -75,12 +75,15 @@ class Group:
         self.rounds += 1
         return Round(self, f"{self.prefix}/{kind}/{self.rounds}", time.monotonic() + self.deadline_s)
 
-    def agree(self, kind: str, error: Exception | None) -> str | None:
-        """The first failure among all ranks, as a sentence, or None if every rank is well. All ranks call this."""
+    def agree(self, kind: str, error: Exception | None) -> dict[str, str]:
+        """The first failure of each class (by name) among all ranks, as a sentence; empty if every rank is well.
+
+        All ranks call this.
+        """
         step = self.round(kind)
-        step.post(f"vote/{self.rank}", None if error is None else f"rank {self.rank}: {error}")
+        step.post(f"vote/{self.rank}", {type(error).__name__: f"rank {self.rank}: {error}"} if error else {})
         if self.rank == 0:
-            step.post("verdict", next((text for text in step.gather("vote") if text), None))
+            step.post("verdict", dict(pair for vote in reversed(step.gather("vote")) for pair in vote.items()))
         return step.take("verdict")
 
     def share(self, kind: str, value: Any) -> Any:

@@ -14,10 +14,15 @@ from truestep.checkpoint.control import Group
 from truestep.checkpoint.manifest import OPTIM, Manifest
 from truestep.checkpoint.reader import BlockReader
 from truestep.checkpoint.staging import find_aliases, local_part, local_parts
-from truestep.errors import CheckpointError, StorageError
+from truestep.errors import CheckpointError, StorageError, UserError
 from truestep.storage.interface import Store
 
 log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())  # the caller has `fell_back` to tell people
+
+
+class Mismatch(CheckpointError):
+    """The checkpoint is whole, but its names, shapes, dtypes or ties are not those of the tensors to be filled."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,9 @@ def load(
 ) -> Loaded:
     """Fill `tensors` (plain or DTensors, any mesh) from a checkpoint; all ranks of `group` call this together.
 
-    Raises CheckpointError or StorageError, on every rank if on one, and then no tensor has changed: missing names,
-    other shapes or dtypes, and damage, always; names that nobody wants, if strict. Names under "optim." are optimizer
-    state: they are required too, unless weights_only, which loads none of them.
+    Raises on every rank if on one, and then no tensor has changed: CheckpointError for damage and absence; Mismatch
+    for missing names, other shapes or dtypes, and, if strict, for names that nobody wants. Names under "optim." are
+    optimizer state: they are required too, unless weights_only, which loads none of them.
     """
     group = group or Group.of(None, 0, 1, 60.0)
     reader = planner = None
@@ -62,10 +67,14 @@ def load(
         unexpected = _match(manifest, wanted, where, strict, weights_only)
         reader, planner = BlockReader(store, manifest), _planner(manifest, wanted)
         buffers = reader.fetch(planner.create_local_plan())
-    except (CheckpointError, StorageError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it before it goes on
         problem = error
-    if verdict := group.agree("load", problem):
-        raise problem or CheckpointError(f"step {committed.step} was not loaded, because of {verdict}")
+    if failures := group.agree("load", problem):
+        if problem and not isinstance(problem, UserError):
+            raise problem
+        kind = Mismatch if Mismatch.__name__ in failures else CheckpointError
+        other = f"step {committed.step} was not loaded, because of {next(iter(failures.values()))}"
+        raise kind(str(problem or other)) from problem
     assert reader and planner
     reader.apply(buffers, planner)
     return Loaded(
@@ -93,20 +102,20 @@ def _match(
     if missing:
         kind = "optimizer state" if all(name.startswith(OPTIM) for name in missing) else "tensors"
         remedy = "; load weights only if that is meant" if kind == "optimizer state" else ""
-        raise CheckpointError(f"{where}: {kind} missing in the checkpoint: {_some(missing)}{remedy}")
+        raise Mismatch(f"{where}: {kind} missing in the checkpoint: {_some(missing)}{remedy}")
     for name, tensor in wanted.items():
         have, want = (tuple(stored[name].shape), stored[name].dtype), (tuple(tensor.shape), dtype_name(tensor.dtype))
         if have != want:
-            raise CheckpointError(
+            raise Mismatch(
                 f"{where}: {name} is saved as {have[1]} {list(have[0])}, but {want[1]} {list(want[0])} is wanted"
             )
         if local_part(tensor).device.type == "meta":
-            raise CheckpointError(f"{where}: {name} is on the meta device; give it memory before loading into it")
+            raise Mismatch(f"{where}: {name} is on the meta device; give it memory before loading into it")
     _match_ties(manifest, wanted, where, strict)
     unexpected = sorted(stored.keys() - wanted.keys())
     refused = [name for name in unexpected if not (weights_only and name.startswith(OPTIM))]
     if strict and refused:
-        raise CheckpointError(f"{where}: the checkpoint holds what is not wanted here: {_some(refused)}")
+        raise Mismatch(f"{where}: the checkpoint holds what is not wanted here: {_some(refused)}")
     return unexpected
 
 
@@ -115,13 +124,11 @@ def _match_ties(manifest: Manifest, wanted: dict[str, torch.Tensor], where: str,
     tied = find_aliases(wanted, local_parts(wanted))
     for name, owner in tied.items():
         if manifest.aliases.get(name, name) != manifest.aliases.get(owner, owner):
-            raise CheckpointError(f"{where}: {name} and {owner} are one tensor here, but two in the checkpoint")
+            raise Mismatch(f"{where}: {name} and {owner} are one tensor here, but two in the checkpoint")
     for name, owner in manifest.aliases.items():
         apart = name in wanted and owner in wanted and tied.get(name, name) != tied.get(owner, owner)
         if strict and apart and local_part(wanted[name]).numel():
-            raise CheckpointError(
-                f"{where}: {name} and {owner} are one tensor in the checkpoint, but two here; tie them"
-            )
+            raise Mismatch(f"{where}: {name} and {owner} are one tensor in the checkpoint, but two here; tie them")
 
 
 def _some(names: list[str]) -> str:
@@ -140,7 +147,7 @@ def load_newest(
     """Load the newest honoured checkpoint that is whole; None if there is none at all. All ranks call this together.
 
     A damaged or unreadable one is passed over with a loud note (a warning, and `fell_back`). CheckpointError if there
-    are some but none can be loaded: never a silent start from nothing.
+    are some but none can be loaded: never a silent start from nothing. Mismatch if the newest whole one does not fit.
     """
     group = group or Group.of(None, 0, 1, 60.0)
     found = group.share("catalogue", _candidates(store, quarantine) if group.rank == 0 else None)
@@ -151,6 +158,8 @@ def load_newest(
         committed = Committed(step, epoch)
         try:
             loaded = load(store, committed, tensors, strict=strict, weights_only=weights_only, group=group)
+        except Mismatch:
+            raise  # an older one is of the same run, and would not fit either
         except (CheckpointError, StorageError) as error:
             notes.append(f"passed over the checkpoint of step {step} ({committed.key}): {error}")
             log.warning(notes[-1])

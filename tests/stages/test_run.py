@@ -154,3 +154,82 @@ def test_c48_required_and_never(tmp_path):
     with pytest.raises(verbs.UserError, match=r"never.*step 6"):
         verbs.run(body, ["run.resume=never"])
     assert verbs.run(body, ["run.resume=required"]).reason == "finished"
+
+
+def two_stages(folder: Path, name: str, start: str = "stage:base", **gate) -> dict:
+    body = small_run.recipe(folder, name=name, tokens=6 * 12 * 32)
+    second = body["stages"][0] | {"name": "more", "start": start, "gate": {"kind": "heldout"} | gate}
+    return body | {"stages": [body["stages"][0], second]}
+
+
+def test_second_stage_starts_from_the_first_and_is_held_against_it(tmp_path):
+    outcome = verbs.run(two_stages(tmp_path, "two", margin=0.5))
+    assert outcome.reason == "finished" and set(outcome.models) == {"base", "more"}
+    verdict = next(r.data for r in read(outcome.directory) if r.kind == "gate" and r.data.stage == "more")
+    assert "the parent's" in verdict.reason and verdict.verdict == "pass"
+    first = next(r.data.loss for r in read(outcome.directory) if r.kind == "step" and r.data.stage == "more")
+    last = [r.data.loss for r in read(outcome.directory) if r.kind == "step" and r.data.stage == "base"][-1]
+    assert abs(first - last) < 0.5  # it went on from trained weights, not from fresh ones (5.5)
+
+
+def test_stage_that_undoes_the_first_does_not_pass(tmp_path):
+    body = two_stages(tmp_path, "undone")
+    body["stages"][1]["optim"] = {"lr": 3.0, "clip_norm": 0.0, "schedule": {"kind": "constant", "warmup": 0}}
+    outcome = verbs.run(body)
+    assert outcome.reason == "gate"
+    assert [r.data.verdict for r in read(outcome.directory) if r.kind == "gate"] == ["pass", "fail"]
+
+
+def test_start_from_a_model_directory_is_that_model(undisturbed, tmp_path):
+    _, run_dir = undisturbed
+    body = small_run.recipe(tmp_path, tokens=12 * 32, start=str(run_dir / "models" / "base"))
+    body.pop("model")
+    body["stages"][0]["optim"] = {"lr": 1e-9, "schedule": {"kind": "constant", "warmup": 0}}
+    body["stages"][0]["gate"] = {"kind": "heldout", "margin": 1e-4}
+    outcome = verbs.run(body)
+    assert outcome.reason == "finished"
+    start = next(r.data for r in read(outcome.directory) if r.kind == "stage_start")
+    assert start.start == str(run_dir / "models" / "base")
+    a, b = weights(outcome.directory), weights(run_dir)
+    assert all(torch.allclose(a[name], b[name], atol=1e-6) for name in b)
+
+
+def test_ungated_stage_says_so_on_its_card(tmp_path):
+    body = small_run.recipe(tmp_path, tokens=12 * 32, gate={"kind": "none", "reason": "a trial"}, evaluate=None)
+    body["stages"][0].pop("evaluate")
+    body["data"].pop("heldout")
+    body["stages"][0]["optim"] = {"lr": 1e-3, "schedule": {"kind": "constant", "warmup": 0}}
+    outcome = verbs.run(body)
+    assert outcome.reason == "finished"
+    assert "UNGATED" in (outcome.models["base"] / "card.md").read_text()
+
+
+@pytest.mark.s3
+def test_checkpoints_on_a_real_s3_server_and_resume_from_there(undisturbed, seaweed):
+    folder, reference = undisturbed
+    body = small_run.recipe(folder, name="on-s3")
+    body["checkpoint"] |= {"url": f"{seaweed.url}/runs", "storage_options": seaweed.options}
+    assert _stopped(0, 1, body, 8) == "stopped"
+    outcome = verbs.run(body)
+    assert outcome.reason == "finished"
+    assert not (outcome.directory / "checkpoints").exists()
+    assert [r.data.step for r in read(outcome.directory) if r.kind == "resume"] == [8]
+    assert same_bits(weights(outcome.directory), weights(reference))
+
+
+def test_export_of_an_unfinished_run_is_its_newest_checkpoint(undisturbed, tmp_path):
+    folder, _ = undisturbed
+    body = small_run.recipe(folder, name="exported")
+    assert _stopped(0, 1, body, 9) == "stopped"
+    target = verbs.export(folder / "runs" / "exported", tmp_path / "model")
+    texts = verbs.sample(target, ["the "], max_new_tokens=4, temperature=0.0)
+    assert len(texts) == 1
+    from truestep.checkpoint.load import load_newest
+    from truestep.models.load import load_model
+    from truestep.storage.store import open_store
+
+    model = load_model(target)
+    saved = {f"model.{name}": torch.empty_like(p) for name, p in model.named_parameters()}
+    loaded = load_newest(open_store(str(folder / "runs" / "exported" / "checkpoints" / "base")), saved, strict=False)
+    assert loaded is not None and loaded.step == 9
+    assert all(torch.equal(saved[f"model.{name}"], p) for name, p in model.named_parameters())

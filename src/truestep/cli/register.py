@@ -2,7 +2,7 @@
 
 import typer
 
-from truestep.cli import check, data, report, run, show, status
+from truestep.cli import check, data, export, report, run, sample, show, status
 
 
 def verbs(app: typer.Typer) -> None:
@@ -13,3 +13,5 @@ def verbs(app: typer.Typer) -> None:
     app.add_typer(data.app, name="data")
     app.command()(status.status)
     app.command()(report.report)
+    app.command()(export.export)
+    app.command()(sample.sample)

@@ -88,19 +88,20 @@ def build_data(recipe: RecipeLike, overrides: Sequence[str] = ()) -> dict[str, P
     return build_all(load(recipe, list(overrides)))
 
 
-def sample(
-    model: str | os.PathLike[str],
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.8,
-    top_p: float = 1.0,
-    seed: int = 0,
-) -> list[str]:
-    """Completions of prompts by a model directory."""
+def export(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> Path:
+    """Write a model directory, a hub model, or the newest checkpoint of a run as a new Hugging Face directory. Options
+    are those of `truestep export`: dtype, shard_size, stage, module, cache."""
+    from truestep.cli.export import export as write
+
+    write(str(source), Path(target), **options)
+    return Path(target)
+
+
+def sample(model: str | os.PathLike[str], prompts: Sequence[str], **options: Any) -> list[str]:
+    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, device."""
     from truestep.rollout.directory import sample_from
 
-    return sample_from(Path(model), prompts, max_new_tokens, temperature, top_p, seed)
+    return sample_from(Path(model), prompts, **options)
 
 
 def _directory(recipe: Recipe) -> Path:

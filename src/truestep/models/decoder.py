@@ -52,6 +52,8 @@ class Decoder(nn.Module):
         """head(HeadInput), or without a head logits_BTV. Without positions they count from 0 (behind the cache);
         without documents every row is one. Labels are for modules with a loss of their own; this one reads none."""
         x_BTD = self.embed(tokens_BT)
+        if torch.is_autocast_enabled(x_BTD.device.type):  # the residual stream is what FSDP2's mixed precision makes it
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         if self.section.embed_scale:
             x_BTD = x_BTD * torch.tensor(self.section.hidden_size**0.5, dtype=x_BTD.dtype)
         given = self._layer_inputs(tokens_BT, positions_BT, documents_BT, x_BTD.dtype, cache)

@@ -16,9 +16,7 @@ import torch.distributed as dist
 
 from truestep.errors import HeardError, UserError
 from truestep.parallel.environment import Place, rendezvous_variables
-
-
-HEARD_S = 10.0
+from truestep.parallel.failure import FailureWatch
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,7 @@ class Job:
     launcher: str
     control: dist.ProcessGroup | None = None
     store: dist.Store | None = None
+    watch: FailureWatch | None = None
 
     @property
     def first(self) -> bool:
@@ -49,7 +48,7 @@ class Job:
     def agree(self, name: str, decide: Callable[[], Any]) -> Any:
         """Rank 0 calls `decide` (however long it takes) and every rank returns its JSON-able result.
 
-        Where rank 0 raises a UserError, every rank raises it with the same sentence. `name` is unique in the job.
+        Where rank 0 raises a UserError, the others raise a HeardError with its sentence. `name` is unique in the job.
         """
         if self.store is None:
             return decide()
@@ -61,18 +60,9 @@ class Job:
         except BaseException as error:
             sentence = str(error) if isinstance(error, UserError) else f"rank 0 failed: {error!r}"
             self.store.set(key, json.dumps({"error": sentence}))
-            self._until_heard(key)
             raise
         self.store.set(key, json.dumps({"result": result}))
         return result
-
-    def _until_heard(self, key: str) -> None:
-        """Rank 0 is about to end, and may take the store with it: let the others read first, for a while."""
-        assert self.store is not None
-        try:
-            self.store.wait([f"{key}/heard/{rank}" for rank in range(1, self.world)], timedelta(seconds=HEARD_S))
-        except dist.DistStoreError:
-            return  # they are gone already, or stuck: the launcher sees to it
 
     def _hear(self, key: str) -> Any:
         assert self.store is not None
@@ -86,17 +76,20 @@ class Job:
                 if "imeout" not in str(error) and "imed out" not in str(error):
                     raise
         message = json.loads(self.store.get(key))
-        self.store.set(f"{key}/heard/{self.rank}", "1")
         if "error" in message:
             raise HeardError(message["error"])
         return message["result"]
 
-    def meet(self) -> None:
-        """Wait for every rank."""
-        self.all_sum([0.0])
+    def settle(self, error: BaseException) -> BaseException:
+        """What this rank is to end with after `error`: the first rank that fails says why, the others have heard."""
+        return self.watch.settle(error) if self.watch else error
 
-    def leave(self) -> None:
-        """Give the process groups up. Ranks that end in order `meet` first, since rank 0 may hold the store."""
+    def leave(self, meet: bool) -> None:
+        """Give the process groups up. Ranks that end in order meet first, since rank 0 may hold the store."""
+        if self.watch:
+            self.watch.stop()
+        if meet:
+            self.all_sum([0.0])
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -129,11 +122,16 @@ def join(place: Place | None, *, device: str, threads: int, timeout_s: float) ->
         choose_threads(threads, 1)
         return Job(0, 1, 0, 1, choose_device(device, 0), "none")
     choose_threads(threads, place.local_world)
-    chosen = choose_device(device, place.local_rank)
     rendezvous_variables(os.environ, place)
     timeout = timedelta(seconds=timeout_s)
     store, rank, world = next(dist.rendezvous("env://", place.rank, place.world, timeout=timeout))
     store.set_timeout(timeout)
+    kept = dist.PrefixStore("truestep", store)
+    watch = FailureWatch(kept.clone(), rank, world)
+    try:
+        chosen = choose_device(device, place.local_rank)
+    except UserError as error:
+        raise watch.settle(error) from None
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -144,5 +142,4 @@ def join(place: Place | None, *, device: str, threads: int, timeout_s: float) ->
         device_id=chosen if chosen.type == "cuda" else None,
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
-    kept = dist.PrefixStore("truestep", store)
-    return Job(rank, world, place.local_rank, place.local_world, chosen, place.launcher, control, kept)
+    return Job(rank, world, place.local_rank, place.local_world, chosen, place.launcher, control, kept, watch)

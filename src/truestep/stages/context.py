@@ -2,17 +2,24 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from truestep.errors import RecipeError, StorageError, UserError
 from truestep.parallel.job import Job
 from truestep.recipe.digests import changed, what, what_fields
-from truestep.recipe.load import dump
+from truestep.recipe.dump import mapping_of
 from truestep.recipe.recipe import Recipe
-from truestep.runlog.log import RunLog, sync_folder
+from truestep.runlog.log import LogReader, RunLog, sync_folder
+from truestep.runlog.metrics import RankMetrics
 from truestep.stages.progress import TerminalProgress
+
+RUN_FILE = "run.json"
+SHOWN_DIFFERENCES = 6
 
 
 @dataclass
@@ -31,6 +38,11 @@ class Context:
         if self.log:
             self.log.append(record, **fields)
 
+    @cached_property
+    def metrics(self) -> RankMetrics:
+        """This rank's shard metrics, one writer for all stages of the attempt."""
+        return RankMetrics(self.run_dir, self.attempt, self.job.rank)
+
     def model_dir(self, stage: str) -> Path:
         return self.run_dir / "models" / stage
 
@@ -44,45 +56,91 @@ def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.dir).expanduser() / recipe.run.name
 
 
-def open_run(recipe: Recipe) -> str:
-    """Make the run directory, or check that it belongs to this recipe. Returns "new" or "again". Rank 0 only.
+def checkpoint_place(recipe: Recipe, run_dir: Path, stage: str) -> str:
+    """Folder or URL of a stage's checkpoints."""
+    url = recipe.checkpoint.url
+    return f"{url.rstrip('/')}/{recipe.run.name}/{stage}" if url else str(run_dir / "checkpoints" / stage)
 
-    Raises RecipeError naming the changed fields where the directory was made by another *what*.
+
+def open_run(recipe: Recipe) -> None:
+    """Make the run directory, or check that it belongs to this recipe. Rank 0 only.
+
+    Raises RecipeError naming the changed fields where the directory was made by another *what* and something was
+    trained; what failed before that may be corrected in the recipe.
     """
     directory = run_directory(recipe)
-    file = directory / "run.json"
-    if not file.exists():
-        _create(directory, file, recipe)
-        return "new"
+    if not (directory / RUN_FILE).exists():
+        return _create(directory, recipe)
+    differences = _differences(directory, recipe)
+    if differences and _trained(directory):
+        shown = differences[:SHOWN_DIFFERENCES]
+        more = len(differences) - len(shown)
+        sentence = (
+            f"{directory} belongs to another recipe: {'; '.join(shown)}{f'; and {more} more' if more else ''}; "
+            f"choose another run.name, or put the old values back"
+        )
+        raise RecipeError([sentence])
+
+
+def adopt(recipe: Recipe) -> None:
+    """Let the run directory belong to this recipe, if it does not yet. The caller holds the run's log."""
+    directory = run_directory(recipe)
+    if _differences(directory, recipe):
+        with _writing(directory):
+            _write(directory, recipe)
+
+
+def _differences(directory: Path, recipe: Recipe) -> list[str]:
+    file = directory / RUN_FILE
     try:
-        old = json.loads(file.read_bytes())
-        differences = changed(old["what"], what_fields(recipe))
+        return changed(json.loads(file.read_bytes())["what"], what_fields(recipe))
     except (ValueError, KeyError) as error:
         raise UserError(f"{file} is damaged ({error}); restore it, or choose another run.name") from None
-    if differences:
-        raise RecipeError(
-            [
-                f"{directory} belongs to another recipe: {'; '.join(differences)}; "
-                f"choose another run.name, or put the old values back"
-            ]
-        )
-    return "again"
 
 
-def _create(directory: Path, file: Path, recipe: Recipe) -> None:
-    body = {"format": 1, "what": what_fields(recipe), "digest": what(recipe), "recipe": dump(recipe)}
+def _trained(directory: Path) -> bool:
+    """Whether a stage was begun: before that, a run has only built data, which is named by its content."""
+    return (directory / "log").is_dir() and any(r.kind == "stage_start" for r in LogReader(directory).records())
+
+
+def _create(directory: Path, recipe: Recipe) -> None:
+    """Make the directory and its run.json, or leave nothing."""
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    with _writing(directory):
+        if directory.is_dir() and any(entry.name != "log" for entry in directory.iterdir()):
+            raise UserError(
+                f"{directory} holds other files but no {RUN_FILE}; choose another run.name or empty the folder"
+            )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _write(directory, recipe)
+        except OSError:
+            for path in filter(Path.is_dir, made):
+                path.rmdir()
+            raise
+
+
+def _write(directory: Path, recipe: Recipe) -> None:
+    body = {"format": 1, "what": what_fields(recipe), "digest": what(recipe), "mapping": mapping_of(recipe)}
+    temporary = directory / f"{RUN_FILE}.tmp"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(entry.name not in ("log",) for entry in directory.iterdir()):
-            raise UserError(f"{directory} holds other files but no run.json; choose another run.name or empty the folder")
-        temporary = file.with_suffix(".tmp")
         with temporary.open("w") as out:
             json.dump(body, out, indent=1)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(temporary, file)
-        sync_folder(directory)
+        os.replace(temporary, directory / RUN_FILE)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(directory)
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise StorageError(
-            f"the run directory {directory} cannot be written ({error.strerror}); free space, or choose another run.dir"
+            f"the run directory {directory} cannot be written ({error.strerror}); "
+            f"free space, permit writing there, or choose another run.dir"
         ) from None

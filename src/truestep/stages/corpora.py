@@ -32,13 +32,15 @@ class Corpora:
     stores: dict[str, TokenStore]
 
     @staticmethod
-    def prepare(context: Context, stage: Stage) -> "Corpora":
-        """Build what is missing (rank 0; the others wait) and open everything."""
+    def prepare(context: Context, stage: Stage, fits: Callable[[Tokenizer], object]) -> "Corpora":
+        """Build what is missing (rank 0; the others wait) and open everything. `fits` raises for a tokenizer that the
+        model cannot take, before any text is encoded with it."""
         names = stage_data(stage)
 
         def make() -> dict[str, str]:
             tokenizer_dir = build_tokenizer(context.recipe, context.data_dir, context.progress.say)
             tokenizer = load_tokenizer(tokenizer_dir)
+            fits(tokenizer)
             paths = {"": str(tokenizer_dir)}
             for name in names:
                 paths[name] = str(build_store(context.recipe, name, tokenizer, context.data_dir, context.progress.say))

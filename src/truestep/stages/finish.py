@@ -15,12 +15,12 @@ from rich.table import Table
 from truestep.gate.heldout import Verdict, decide
 from truestep.ledger.card import build_card, write_card
 from truestep.models.hf_save import save_hf
-from truestep.models.load import load_model, tensors_of
+from truestep.models.load import tensors_of
 from truestep.numerics.digest import state_digest
 from truestep.recipe.digests import what
 from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
-from truestep.rollout.generate import generate
+from truestep.rollout.directory import sample_from
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.yardstick import yardstick
@@ -116,10 +116,15 @@ def show_samples(context: Context, stage: Stage, done: Finished) -> None:
     if stage.sample is None:
         return
     asked = stage.sample
-    model = load_model(directory, device=context.job.device, own_module=done.section.module)
-    tokenizer = done.corpora.tokenizer
-    texts = generate(
-        model, tokenizer, asked.prompts, asked.max_new_tokens, asked.temperature, asked.top_p, context.recipe.run.seed
+    texts = sample_from(
+        directory,
+        asked.prompts,
+        asked.max_new_tokens,
+        asked.temperature,
+        asked.top_p,
+        context.recipe.run.seed,
+        own_module=done.section.module,
+        device=context.job.device.type,
     )
     for prompt, text in zip(asked.prompts, texts):
         context.note("sample", stage=stage.name, prompt=prompt, text=text)

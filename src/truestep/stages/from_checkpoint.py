@@ -1,10 +1,10 @@
 """The model inside a checkpoint of a run, for `export`: in the middle of a stage, or of a run that was given up."""
 
 import json
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from truestep.checkpoint.load import load_newest
@@ -17,6 +17,7 @@ from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
 from truestep.runlog.log import read
+from truestep.stages.context import RUN_FILE, checkpoint_place
 from truestep.stages.corpora import build_tokenizer
 from truestep.storage.store import open_store
 
@@ -43,25 +44,24 @@ def model_from_run(run_dir: Path, stage: str | None = None, own_module: str | No
         raise UserError(f"{run_dir} has not begun stage {stage!r}; stages that it began: {begun}")
     section = ModelSection(**chosen.model)
     require_own_module(section, own_module, run_dir)
-    model = build_model(section, section.vocab_size)
+    model = build_model(section, section.vocab_size).to(
+        torch.float64 if chosen.precision == "float64" else torch.float32
+    )
     model = model.to_empty(device="cpu") if isinstance(model, Decoder) else model
     init_weights(model, 0)  # buffers that a checkpoint does not hold
-    place = f"{recipe.checkpoint.url}/{recipe.run.name}" if recipe.checkpoint.url else str(run_dir / "checkpoints")
-    store = open_store(f"{place}/{chosen.stage}", recipe.checkpoint.storage_options)
+    store = open_store(checkpoint_place(recipe, run_dir, chosen.stage), recipe.checkpoint.storage_options)
     tensors = {f"model.{name}": value.detach() for name, value in model.state_dict(keep_vars=True).items()}
     loaded = load_newest(store, tensors, weights_only=True)
     if loaded is None:
-        raise CheckpointError(
-            f"{store.url} holds no checkpoint yet; wait for its first one"
-        )
+        raise CheckpointError(f"{store.url} holds no checkpoint yet; wait for its first one")
     tokenizer_dir = build_tokenizer(recipe, run_dir.parent / ".data", print)
     eod = load_tokenizer(tokenizer_dir).eod_id
     return CheckpointModel(model, section, tokenizer_dir, eod, chosen.stage, loaded.step)
 
 
 def _recipe(run_dir: Path) -> Recipe:
-    file = run_dir / "run.json"
+    file = run_dir / RUN_FILE
     try:
-        return load(tomllib.loads(json.loads(file.read_bytes())["recipe"]))
+        return load(json.loads(file.read_bytes())["mapping"])
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{file} cannot be read ({error}); give the directory of a run") from None

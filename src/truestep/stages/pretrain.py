@@ -25,8 +25,7 @@ from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.digests import what
 from truestep.recipe.model import COUNTING_RULE, ModelSection
 from truestep.recipe.stage import Stage
-from truestep.runlog.metrics import RankMetrics
-from truestep.stages.context import Context
+from truestep.stages.context import Context, checkpoint_place
 from truestep.stages.corpora import Corpora, mixture
 from truestep.stages.finish import Finished, finish
 from truestep.stages.measure import measure_peak, measure_precision
@@ -41,8 +40,8 @@ def carry_out(context: Context, stage: Stage) -> str:
     """Returns "done", "stopped" or "gate" (the model was made, but not accepted)."""
     recipe, job, machine = context.recipe, context.job, context.recipe.machine
     schedule = BatchSchedule.of(stage)
-    corpora = Corpora.prepare(context, stage)
     start = starting_point(context, stage)
+    corpora = Corpora.prepare(context, stage, partial(model_section, context, start))
     section = model_section(context, start, corpora.tokenizer)
     precision = measure_precision(context)
     state = build(
@@ -82,7 +81,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         tokens_of=lambda step: schedule.rows_in(step) * stage.context,
         checkpointer=checkpointer,
         cadence=recipe.checkpoint,
-        metrics=RankMetrics(context.run_dir, context.attempt, job.rank),
+        metrics=context.metrics,
         log=context.log,
         watcher=context.progress,
         evaluate=measure,
@@ -93,7 +92,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         outcome = loop.run()
     context.progress.close()
     checkpointer.close()
-    loop.metrics.close()
+    loop.metrics.flush()
     if outcome == "stopped":
         context.progress.say(f"{stage.name}: stopped after step {state.step}; to go on: {context.command}")
         return "stopped"
@@ -116,8 +115,6 @@ def starting_point(context: Context, stage: Stage) -> Start | None:
         directory = context.model_dir(stage.start.removeprefix("stage:"))
         return Start(directory, stage.start)
     if not is_hub_id(stage.start):
-        if not Path(stage.start).is_dir():
-            raise ModelError(f"stage {stage.name!r} starts from {stage.start!r}, which is no model directory; correct `start`")
         return Start(Path(stage.start), stage.start)
     cache = Path(context.recipe.machine.cache).expanduser() / "hub"
 
@@ -150,8 +147,7 @@ def load_into(directory: Path, model: nn.Module) -> None:
 def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
     """The stage's store of checkpoints, fenced off from earlier attempts."""
     recipe, job, settings = context.recipe, context.job, context.recipe.checkpoint
-    place = f"{settings.url}/{recipe.run.name}" if settings.url else str(context.run_dir / "checkpoints")
-    store = open_store(f"{place}/{stage.name}", settings.storage_options)
+    store = open_store(checkpoint_place(recipe, context.run_dir, stage.name), settings.storage_options)
     return Checkpointer(
         store,
         attempt=job.agree(f"epoch/{stage.name}", lambda: begin_epoch(store).number),
@@ -186,7 +182,7 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
     loader.restore(state.loader)
     context.note("resume", stage=stage.name, step=loaded.step, checkpoint=loaded.commit, fell_back=loaded.fell_back)
     for sentence in loaded.fell_back:
-        context.progress.say(f"[bold red]WARNING[/bold red] {sentence}")
+        context.progress.alarm(sentence)
     context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit})")
 
 

@@ -5,6 +5,7 @@ import time
 from contextlib import AbstractContextManager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from truestep.train.evaluate import HeldOut
@@ -32,6 +33,10 @@ class TerminalProgress(AbstractContextManager):
     def say(self, text: str) -> None:
         if self._speaks:
             self.console.print(text)
+
+    def alarm(self, text: str) -> None:
+        """Something is wrong, and the run goes on."""
+        self.say(f"[bold red]WARNING[/bold red] {escape(text)}")
 
     def table(self, table: object) -> None:
         if self._speaks:

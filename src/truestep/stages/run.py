@@ -17,7 +17,8 @@ from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 from truestep.runlog.log import RunLog, next_attempt
 from truestep.stages import pretrain
-from truestep.stages.context import Context, open_run, run_directory
+from truestep.stages.context import Context, adopt, open_run, run_directory
+from truestep.stages.doors import check_doors
 from truestep.stages.progress import TerminalProgress
 
 STAGES = {"pretrain": pretrain.carry_out}
@@ -27,39 +28,43 @@ STAGES = {"pretrain": pretrain.carry_out}
 def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
     """Run every stage that is not done yet. Returns "finished", "stopped" (a polite stop) or "gate".
 
-    Every rank of the job calls this; rank 0 keeps the log and speaks. Raises UserError for bad input, on every rank.
+    Every rank of the job calls this; rank 0 keeps the log and speaks. Bad input raises UserError on one rank, and
+    HeardError on the others.
     """
     launched = float(os.environ.get("TRUESTEP_LAUNCHED") or time.time())
-    machine = recipe.machine
+    machine, reason = recipe.machine, None
     job = join(here, device=machine.device, threads=machine.threads, timeout_s=machine.timeout)
-    try:
-        with TerminalProgress(job.first) as progress:
-            job.agree("open", lambda: open_run(recipe))
-            directory = run_directory(recipe)
-            attempt = job.agree("attempt", lambda: next_attempt(directory))
-            context = Context(recipe, job, directory, attempt, progress, command)
-            if job.first:
-                context.log = RunLog(directory, attempt)
-            return _attempt(context, launched)
-    finally:
-        job.leave()
+    with TerminalProgress(job.first) as progress:
+        context = Context(recipe, job, run_directory(recipe), 0, progress, command)
+        try:
+            context.attempt = job.agree("open", lambda: _open(context))
+            _say_start(context, launched)
+            reason = _stages(context)
+            context.note("attempt_end", reason=reason)
+            return reason
+        except BaseException as error:
+            end = job.settle(error)
+            sentence = str(end) if isinstance(end, UserError) else f"{type(end).__name__}: {end}"
+            context.note("attempt_end", reason="failed", error=sentence)
+            if end is not error:
+                raise end from error
+            raise
+        finally:
+            if context.log:
+                context.log.close()
+            job.leave(meet=reason is not None)
 
 
-def _attempt(context: Context, launched: float) -> str:
-    """One attempt, from its first to its last record."""
-    try:
-        _say_start(context, launched)
-        reason = _stages(context)
-        context.note("attempt_end", reason=reason)
-    except BaseException as error:
-        sentence = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        context.note("attempt_end", reason="failed", error=sentence)
-        raise
-    finally:
-        if context.log:
-            context.log.close()
-    context.job.meet()
-    return reason
+def _open(context: Context) -> int:
+    """The number of the attempt. What cannot go well is refused before anything is written; then this process, rank 0,
+    has the log, and with it the run, for itself."""
+    recipe = context.recipe
+    check_doors(recipe, [stage for stage in recipe.stages if not _done(context, stage)], context.job.world)
+    open_run(recipe)
+    attempt = next_attempt(context.run_dir)
+    context.log = RunLog(context.run_dir, attempt)
+    adopt(recipe)
+    return attempt
 
 
 def _stages(context: Context) -> str:

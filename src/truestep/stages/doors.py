@@ -1,0 +1,46 @@
+"""What can be seen to fail before time is spent on it: looked at before anything is built or written."""
+
+from pathlib import Path
+
+from truestep.errors import ModelError
+from truestep.imports import is_import_path, load_object
+from truestep.losses.base import open_loss
+from truestep.models.hf import check_directory
+from truestep.models.hub import is_hub_id
+from truestep.parallel.mesh import resolve
+from truestep.recipe.recipe import Recipe
+from truestep.recipe.stage import Stage
+from truestep.stages.context import checkpoint_place, run_directory
+from truestep.stages.corpora import stage_data
+from truestep.storage.probe import require_safe
+from truestep.storage.store import open_store
+
+
+def check_doors(recipe: Recipe, stages: list[Stage], world: int) -> None:
+    """Raise a UserError for what `stages`, those that are not done yet, name and cannot have: the mesh, code of the
+    user's own, a model to start from, a store for checkpoints. One process of the job calls this."""
+    resolve(recipe.machine.mesh, world)
+    if recipe.model is not None and recipe.model.module is not None:
+        load_object(recipe.model.module, "model")
+    for stage in stages:
+        open_loss(stage.loss, recipe.machine.head_chunk_tokens)
+        if is_import_path(stage.optim.kind):
+            load_object(stage.optim.kind, "optimizer")
+        for section in (recipe.data[name] for name in stage_data(stage)):
+            if is_import_path(section.source):
+                load_object(section.source, "data source")
+        _start(stage)
+        if recipe.checkpoint.url:
+            place = checkpoint_place(recipe, run_directory(recipe), stage.name)
+            require_safe(open_store(place, recipe.checkpoint.storage_options))
+
+
+def _start(stage: Stage) -> None:
+    if stage.start == "init" or stage.start.startswith("stage:") or is_hub_id(stage.start):
+        return
+    if not Path(stage.start).is_dir():
+        raise ModelError(
+            f"stages.{stage.name}.start is {stage.start!r}, which is no model directory; "
+            f'correct it, or write "init", "stage:NAME" or a hub id org/name@commit.'
+        )
+    check_directory(Path(stage.start), stage.context)

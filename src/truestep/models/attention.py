@@ -44,8 +44,10 @@ def mask(
 
 
 def one_document(documents_BT: torch.Tensor) -> bool:
-    """Whether every row is a single document without padding. Answered on the CPU only: elsewhere it would wait for
-    the device, so pass no documents at all when rows are known to be whole."""
+    """Whether every row is known to be a single document without padding, told without waiting for a device: one
+    number a row, spread over it (as Batch.to leaves it), or equal numbers on the CPU."""
+    if documents_BT.stride(1) == 0:
+        return True
     first = documents_BT[:, :1]
     return documents_BT.device.type == "cpu" and bool(((documents_BT == first) & (first >= 0)).all())
 

@@ -1,8 +1,10 @@
 """Damage to any file of a checkpoint is found before a tensor changes; what does not match is named."""
 
+import hashlib
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.common import ROWS, assert_same, full_state, one, save_one, shard
 from tests.dist import run_ranks
-from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed, newest, read_manifest
+from truestep.checkpoint.catalogue import Committed, begin_epoch, commit, list_committed, newest, read_manifest
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load, load_newest
 from truestep.checkpoint.manifest import Chunk, TensorEntry, coverage_problem
@@ -237,6 +239,19 @@ def test_chunks_must_cover_exactly(chunks, problem):
     made = tuple(Chunk(offsets, sizes, "o", 0, 0, 16, "") for offsets, sizes in chunks)
     found = coverage_problem(TensorEntry((4, 4), "float32", made))
     assert found is None if problem is None else problem in found
+
+
+@pytest.mark.parametrize("chunks", [(), "twice"])
+def test_a_committed_manifest_that_does_not_cover_is_refused(store, chunks):
+    """Right in every digest, but a rank's part is missing, or there twice: nothing may stay at its random start."""
+    manifest = read_manifest(store, COMMITTED)
+    norm = manifest.tensors["model.norm"]
+    manifest.tensors["model.norm"] = replace(norm, chunks=norm.chunks * 2 if chunks else ())
+    data = replace(manifest, step=3).to_bytes()
+    store.put("steps/forged.json", data)
+    commit(store, Committed(3, 2), "steps/forged.json", hashlib.sha256(data).hexdigest())
+    found = f"tensor model.norm is covered by {10 if chunks else 0} of 5 elements"
+    assert found in _refused(store, Committed(3, 2))
 
 
 def test_scalars_and_empty_tensors_are_covered_too():

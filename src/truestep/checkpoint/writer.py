@@ -118,10 +118,11 @@ class BlockWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check what all ranks wrote, store the manifest, commit. Only the coordinator calls this."""
         self.manifest = self._manifest(metadata, [result for part in results for result in part])
+        present = {entry.key: entry.size for entry in self.store.list(self.folder)}
         for key, entry in self.manifest.objects.items():
-            size = self.store.head(key).size
-            if size != entry.size:
-                raise CheckpointError(f"{self.store.url}/{key}: holds {size} bytes, but {entry.size} were written")
+            if present.get(key) != entry.size:
+                found = f"holds {present[key]} bytes" if key in present else "is not there"
+                raise CheckpointError(f"{self.store.url}/{key}: {found}, but {entry.size} bytes were written")
         self.store.event("objects checked")
         data, key = self.manifest.to_bytes(), f"{self.folder}/manifest.json"
         self.manifest_sha256 = hashlib.sha256(data).hexdigest()

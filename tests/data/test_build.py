@@ -17,8 +17,8 @@ from truestep.data import build as build_module
 from truestep.data.build import build, open_built
 from truestep.data.inspect import inspect_store
 from truestep.data.merge import _report
+from truestep.data.parts import Amount
 from truestep.data.sample import even_sample, make_tokenizer
-from truestep.data.shard_work import Amount
 from truestep.data.store import TokenStore
 from truestep.data.tokenizer import bytes_tokenizer, load_tokenizer, train_bpe
 from truestep.errors import DataError, StorageError
@@ -236,6 +236,16 @@ def test_bytes_that_ids_do_not_stand_for_are_counted(tmp_path):
     store = build(DataSection(source="jsonl", path=str(tmp_path / "c.jsonl")), tokenizer, tmp_path / "s")
     report = store.header["report"]
     assert (store.num_bytes, report["bytes_by_ids"], report["documents_not_lossless"]) == (5, 7, 2)
+
+
+def test_many_parts_do_not_need_many_open_files(corpus, tmp_path):
+    before = (
+        "import truestep.data.sources.jsonl as jsonl; jsonl.file_shards.__defaults__ = (100,); "
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+    )
+    done = build_elsewhere(corpus, tmp_path / "s", progress="print(now.shards)", before=before)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) > 200 and TokenStore.open(tmp_path / "s").num_documents == 181
 
 
 # What the operating system refuses

@@ -20,7 +20,7 @@ WORDS = [f"w{i}" for i in range(2000)]
 def near(texts: list[str], threshold: float) -> list[int]:
     sets = [shingles(text) for text in texts]
     signatures = np.array([signature(s) for s in sets])
-    return np.flatnonzero(near_copies(signatures, sets, np.ones(len(texts), bool), threshold)).tolist()
+    return np.flatnonzero(near_copies(signatures, sets.__getitem__, np.ones(len(texts), bool), threshold)).tolist()
 
 
 def naive(texts: list[str], threshold: float) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import datasets
@@ -24,6 +25,7 @@ from truestep.data.sources.registry import SOURCES, open_source, read
 from truestep.data.tokenizer import bytes_tokenizer
 from truestep.errors import DataError, UserError
 from truestep.recipe.data import DataSection
+from truestep.storage.objects import ObjectStore
 
 TEXTS = ["first\r\nline", "", "zweite Zeile ü", "🙂", " spaces \t kept ", "\ufeffmark and \u2028 separator"]
 
@@ -371,6 +373,28 @@ def test_object_storage_goes_through_the_cache(tmp_path, monkeypatch):
         assert texts(one, tmp_path) == ["one", "two"]
     assert texts(section("jsonl", "s3://b/x/2.jsonl.gz", storage_options={"region": "r"}), tmp_path) == ["two"]
     assert {region for _, region in asked} == {"r"}
+
+
+@pytest.mark.s3
+def test_a_build_from_s3_is_that_of_the_local_files(seaweed, tmp_path):
+    store = ObjectStore(f"{seaweed.url}/{uuid.uuid4().hex}", seaweed.options)
+    local = tmp_path / "local"
+    local.mkdir()
+    write_megatron(local / "m", [[1, 2], [3]])
+    (local / "a.jsonl").write_bytes(lines(["one"]))
+    (local / "b.jsonl.gz").write_bytes(gzip.compress(lines(["two", "three"])))
+    for path in local.iterdir():
+        store.put(f"data/{path.name}", path.read_bytes())
+    for kind, path in (("jsonl", f"{store.url}/data/*.jsonl*"), ("megatron", f"{store.url}/data/")):
+        remote = section(kind, path, storage_options=seaweed.options)
+        here = build(section(kind, local), bytes_tokenizer(), tmp_path / f"{kind}-here", cache=tmp_path / "cache")
+        there = build(remote, bytes_tokenizer(), tmp_path / f"{kind}-there", workers=2, cache=tmp_path / "cache")
+        assert there.fingerprint == here.fingerprint
+        assert not any(
+            value in (tmp_path / f"{kind}-there" / "header.json").read_text() for value in ("secret", "key_id")
+        )
+    wrong = section("jsonl", f"{store.url}/none/*.jsonl", storage_options=seaweed.options)
+    assert "no file matches" in refused(wrong, tmp_path / "out")
 
 
 def test_missing_documents_are_not_read_as_empty(tmp_path):

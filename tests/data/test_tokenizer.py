@@ -103,6 +103,7 @@ def test_slow_and_fast_saved_and_loaded_give_the_same_ids(trained, tmp_path):
         tokenizer.save(tmp_path / name)
         again = load_tokenizer(tmp_path / name)
         assert (again.fingerprint, again.eod_id) == (tokenizer.fingerprint, tokenizer.eod_id)
+        assert again.origin == tokenizer.origin
         theirs = AutoTokenizer.from_pretrained(tmp_path / name)
         assert theirs.eos_token_id == tokenizer.eod_id
         for text in ODD:

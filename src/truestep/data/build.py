@@ -19,8 +19,9 @@ import numpy as np
 from truestep.data.blocks import canonical, digest, writing
 from truestep.data.decontaminate import EvaluationRuns, evaluation_runs
 from truestep.data.merge import merge
+from truestep.data.parts import open_part
 from truestep.data.processes import in_processes
-from truestep.data.shard_work import Job, do_shard, finished, open_part
+from truestep.data.shard_work import Job, do_shard, is_finished
 from truestep.data.sources.base import Shard, ShardedSource
 from truestep.data.sources.registry import open_source
 from truestep.data.store import HEADER, TokenStore
@@ -57,21 +58,25 @@ def build(
     DataError or StorageError in one sentence, with nothing left behind."""
     folder = Path(out_dir)
     _check(section)
-    source = open_source(section, Path(cache) if cache is not None else folder.parent / "cache")
+    kept = Path(cache) if cache is not None else folder.parent / "cache"
+    source = open_source(section, kept)
     shards = source.shards()
-    request = _request(section, tokenizer)
-    inputs = digest(canonical([[s.name, s.size] for s in shards]))
+    runs = (
+        evaluation_runs(section.decontaminate, dict(section.storage_options), kept) if section.decontaminate else None
+    )
+    job = _job(section, tokenizer, folder.with_name(folder.name + ".building"), runs)
+    inputs = digest(canonical([[[s.name, s.size] for s in shards], job.runs_digest]))
     built = open_built(folder, section, tokenizer)
     if built is not None:
         if built.header["report"]["inputs"] != inputs:
             raise DataError(f"{folder}: was built from other input files; remove it or choose another folder.")
         return built
-    with _working(folder) as work:
-        runs = _evaluation(section, work)
-        job = _job(section, tokenizer, work, runs)
+    with _working(job.folder, folder):
+        _save_for_processes(job, tokenizer, runs)
         _do_shards(job, shards, workers, progress)
-        facts = _facts(section, tokenizer, source, runs) | {"request": request, "inputs": inputs}
-        parts = [open_part(job, number) for number in range(len(shards))]
+        facts = _facts(section, tokenizer, source, runs)
+        facts |= {"request": _request(section, tokenizer), "inputs": inputs}
+        parts = [open_part(job.part(number)) for number in range(len(shards))]
         return merge(folder, parts, tokenizer, section, facts)
 
 
@@ -100,9 +105,9 @@ def _check(section: DataSection) -> None:
 
 
 @contextmanager
-def _working(folder: Path) -> Iterator[Path]:
-    """The folder for unfinished work, locked. Success or an error in the input removes it; an interruption keeps it."""
-    work = folder.with_name(folder.name + ".building")
+def _working(work: Path, folder: Path) -> Iterator[None]:
+    """Make and lock the folder for unfinished work on the store in `folder`. Success or an error in the input removes
+    it; an interruption keeps it."""
     with writing(folder):
         made = [p for p in (folder.parent, *folder.parent.parents) if not p.exists()]
         work.mkdir(parents=True, exist_ok=True)
@@ -113,7 +118,7 @@ def _working(folder: Path) -> Iterator[Path]:
         except BlockingIOError:
             raise DataError(f"{folder}: another process is building it; wait, or choose another folder.") from None
         try:
-            yield work
+            yield
         except UserError:
             shutil.rmtree(work)
             for parent in made:
@@ -125,17 +130,14 @@ def _working(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _evaluation(section: DataSection, work: Path) -> EvaluationRuns | None:
-    if section.decontaminate is None:
-        return None
-    runs = evaluation_runs(section.decontaminate, dict(section.storage_options), work / "cache")
-    with writing(work):
-        np.save(work / "runs.npy", runs.runs, allow_pickle=False)
-    return runs
+def _save_for_processes(job: Job, tokenizer: Tokenizer, runs: EvaluationRuns | None) -> None:
+    tokenizer.save(job.tokenizer)
+    if runs is not None and job.runs is not None:
+        with writing(job.runs):
+            np.save(job.runs, runs.runs, allow_pickle=False)
 
 
 def _job(section: DataSection, tokenizer: Tokenizer, work: Path, runs: EvaluationRuns | None) -> Job:
-    tokenizer.save(work / "tokenizer")
     return Job(
         folder=work,
         tokenizer=work / "tokenizer",
@@ -150,7 +152,7 @@ def _job(section: DataSection, tokenizer: Tokenizer, work: Path, runs: Evaluatio
 
 
 def _do_shards(job: Job, shards: list[Shard], workers: int, progress: Report | None) -> None:
-    missing = [(job, n, shard) for n, shard in enumerate(shards) if finished(job, n, shard) is None]
+    missing = [(job, n, shard) for n, shard in enumerate(shards) if not is_finished(job, n, shard)]
     total = sum(shard.size for shard in shards)
     done = total - sum(shard.size for _, _, shard in missing)
     for count, number in enumerate(in_processes(do_shard, missing, workers), len(shards) - len(missing) + 1):

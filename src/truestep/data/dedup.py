@@ -9,7 +9,7 @@ pair exactly at the threshold is missed with a probability of at most 1 % (rows 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -57,16 +57,20 @@ def jaccard(a: np.ndarray, b: np.ndarray) -> float:
     return shared / (len(a) + len(b) - shared)
 
 
-def near_copies(signatures: np.ndarray, sets: Sequence[np.ndarray], alive: np.ndarray, threshold: float) -> np.ndarray:
+def near_copies(
+    signatures: np.ndarray, shingles_of: Callable[[int], np.ndarray], alive: np.ndarray, threshold: float
+) -> np.ndarray:
     """bool [n]: True for a document that resembles an earlier one which is itself kept. `signatures` uint32 [n, 128];
-    `sets[i]` the shingles of document i; documents that are not `alive` neither drop others nor count."""
+    `shingles_of` gives the set of a document; those that are not `alive` (all others have a set that is not empty)
+    neither drop others nor are dropped."""
     rows = rows_per_band(threshold)
-    bands = [defaultdict(list) for _ in range(NUM_HASHES // rows)]
+    bands: list[dict[bytes, list[int]]] = [defaultdict(list) for _ in range(NUM_HASHES // rows)]
     copies = np.zeros(len(signatures), dtype=bool)
-    for document in np.flatnonzero(alive & np.array([len(s) > 0 for s in sets], dtype=bool)).tolist():
+    for document in np.flatnonzero(alive).tolist():
         keys = [signatures[document, b * rows : (b + 1) * rows].tobytes() for b in range(len(bands))]
         candidates = {earlier for band, key in zip(bands, keys) for earlier in band.get(key, ())}
-        if any(jaccard(sets[document], sets[earlier]) >= threshold for earlier in sorted(candidates)):
+        mine = shingles_of(document) if candidates else None
+        if mine is not None and any(jaccard(mine, shingles_of(c)) >= threshold for c in sorted(candidates)):
             copies[document] = True
             continue
         for band, key in zip(bands, keys):

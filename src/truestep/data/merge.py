@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from truestep.data.dedup import NUM_HASHES, SHINGLE_WORDS, exact_copies, near_copies, rows_per_band
-from truestep.data.shard_work import Amount, Part
+from truestep.data.parts import Amount, Part, joined
 from truestep.data.store import StoreWriter, TokenStore
 from truestep.data.tokenizer import Tokenizer
 from truestep.errors import DataError
@@ -22,10 +22,10 @@ def merge(
 ) -> TokenStore:
     """Write the documents of `parts` in order to a store at `folder`. `facts` goes into the report with the counts.
     DataError if no document is left."""
-    documents = np.concatenate([part.documents for part in parts]) if parts else np.empty(0, dtype=np.int64)
+    documents = joined(parts)
     copies = _copies(parts, documents, section)
-    counts = _counts(parts, copies)
-    keep = ~np.any([dropped for dropped in copies.values()], axis=0) if copies else np.ones(len(documents), dtype=bool)
+    counts = _counts(parts, documents, copies)
+    keep = ~np.logical_or.reduce([np.zeros(len(documents), dtype=bool), *copies.values()])
     if not keep.any():
         raise DataError(f"{section.path or section.source}: the corpus is empty: no document is left {_sums(counts)}.")
     try:
@@ -53,39 +53,39 @@ def _copies(parts: list[Part], documents: np.ndarray, section: DataSection) -> d
         return {}
     copies = {"exact_duplicate": exact_copies(documents["hash"])}
     if section.dedup == "near":
+        starts = np.cumsum([0, *(len(part.documents) for part in parts)])
+
+        def shingles(document: int) -> np.ndarray:
+            part = int(np.searchsorted(starts, document, side="right")) - 1
+            return parts[part].shingles(document - int(starts[part]))
+
         signatures = np.concatenate([part.signatures() for part in parts])
-        sets = [one for part in parts for one in part.shingle_sets()]
-        alive = ~copies["exact_duplicate"]
-        copies["near_duplicate"] = near_copies(signatures, sets, alive, section.near_threshold)
+        alive = ~copies["exact_duplicate"] & (documents["num_shingles"] > 0)
+        copies["near_duplicate"] = near_copies(signatures, shingles, alive, section.near_threshold)
     return copies
 
 
 def _append(writer: StoreWriter, part: Part, keep: np.ndarray) -> None:
+    store = part.store()
     if keep.all():
-        writer.append_store(part.store)
+        writer.append_store(store)
         return
     kept = np.flatnonzero(keep)
     for start in range(0, len(kept), _APPEND_DOCUMENTS):
         chosen = kept[start : start + _APPEND_DOCUMENTS]
-        ids = [part.store.document(document) for document in chosen.tolist()]
+        ids = [store.document(document) for document in chosen.tolist()]
         writer.append_many(ids, int(part.documents["num_bytes"][chosen].sum()))
 
 
-def _counts(parts: list[Part], copies: dict[str, np.ndarray]) -> dict[str, Amount]:
+def _counts(parts: list[Part], documents: np.ndarray, copies: dict[str, np.ndarray]) -> dict[str, Amount]:
     """Amounts by reason, over all parts."""
     counts: dict[str, Amount] = {}
     for part in parts:
         for reason, amount in part.counts.items():
             counts.setdefault(reason, Amount()).add(amount.documents, amount.bytes, amount.tokens)
-    first = 0
-    for part in parts:
-        places = np.arange(len(part.documents) + 1)
-        lengths = np.diff(part.store.offsets_at(places))
-        for reason, dropped in copies.items():
-            here = dropped[first : first + len(part.documents)]
-            num_bytes = int(part.documents["num_bytes"][here].sum())
-            counts.setdefault(reason, Amount()).add(int(here.sum()), num_bytes, int(lengths[here].sum()))
-        first += len(part.documents)
+    for reason, dropped in copies.items():
+        of = documents[dropped]
+        counts[reason] = Amount(len(of), int(of["num_bytes"].sum()), int(of["num_tokens"].sum()))
     return counts
 
 

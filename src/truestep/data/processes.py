@@ -8,6 +8,7 @@ the caller's main module again, so it works from notebooks and from scripts with
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -85,6 +86,7 @@ def _feed(
 
 
 def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends this process
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a source prints must not mix with the answers
     todo: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -1,41 +1,23 @@
 """One shard of a source becomes a small token store of its own, with what the merge needs to know of each document."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from truestep.data.blocks import canonical, digest, writing
 from truestep.data.decontaminate import EvaluationRuns
-from truestep.data.dedup import NUM_HASHES, shingles, signature
+from truestep.data.parts import Amount, PartWriter, is_good
 from truestep.data.sources.base import Document, Shard
-from truestep.data.store import StoreWriter, TokenStore
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
 
 _BATCH_BYTES = 2**20
-_DOCUMENT = np.dtype([("hash", "<u8", 2), ("num_bytes", "<i8"), ("bytes_by_ids", "<i8")])
-
-
-@dataclass
-class Amount:
-    """So much text."""
-
-    documents: int = 0
-    bytes: int = 0
-    tokens: int = 0
-
-    def add(self, documents: int, num_bytes: int, tokens: int) -> None:
-        self.documents += documents
-        self.bytes += num_bytes
-        self.tokens += tokens
 
 
 @dataclass(frozen=True)
@@ -53,45 +35,14 @@ class Job:
     ngram: int
     near: bool
 
+    def part(self, number: int) -> Path:
+        """Where the part of a shard lies."""
+        return self.folder / f"{number:06d}"
+
     def key(self, shard: Shard) -> str:
         """Changes with everything that decides the shard's tokens."""
         job = [self.fingerprint, self.split, self.holdout, self.runs_digest, self.ngram, self.near]
         return digest(canonical([1, *job, shard.name, shard.stamp]))
-
-
-@dataclass(frozen=True)
-class Part:
-    """A finished shard."""
-
-    folder: Path
-    store: TokenStore
-    documents: np.ndarray  # _DOCUMENT for each document of the store
-    counts: dict[str, Amount]
-
-    def signatures(self) -> np.ndarray:
-        return np.load(self.folder / "signatures.npy", mmap_mode="r")
-
-    def shingle_sets(self) -> list[np.ndarray]:
-        ends = np.load(self.folder / "shingle_ends.npy").tolist()
-        values = np.load(self.folder / "shingles.npy", mmap_mode="r")
-        return [values[start:end] for start, end in zip([0, *ends], ends)]
-
-
-@dataclass
-class _Gathered:
-    """Of the documents that go into the shard's store."""
-
-    documents: list[Any] = field(default_factory=list)
-    signatures: list[np.ndarray] = field(default_factory=list)
-    shingles: list[np.ndarray] = field(default_factory=list)
-
-    def arrays(self, near: bool) -> dict[str, np.ndarray]:
-        arrays: dict[str, np.ndarray] = {"documents": np.array(self.documents, dtype=_DOCUMENT)}
-        if near:
-            arrays["signatures"] = np.array(self.signatures, dtype=np.uint32).reshape(-1, NUM_HASHES)
-            arrays["shingles"] = np.concatenate([np.empty(0, np.uint64), *self.shingles])
-            arrays["shingle_ends"] = np.cumsum([len(s) for s in self.shingles], dtype=np.int64)
-        return arrays
 
 
 def in_split(text_hash: int, split: str, holdout: float) -> bool:
@@ -107,24 +58,16 @@ def text_hash(data: bytes) -> int:
     return xxhash.xxh3_128_intdigest(data)
 
 
-def finished(job: Job, number: int, shard: Shard) -> Part | None:
-    """The shard as an earlier run left it, verified; None if it is absent, damaged or of other inputs."""
-    folder = job.folder / f"{number:06d}"
-    if not folder.exists():
-        return None
-    try:
-        part = _open(folder)
-        part.store.verify()
-    except DataError:  # damaged: it is only an intermediate result, so do it again
-        return None
-    return part if part.store.header["report"]["key"] == job.key(shard) else None
+def is_finished(job: Job, number: int, shard: Shard) -> bool:
+    """Whether an earlier run of the same build left this shard's part, whole and undamaged."""
+    return is_good(job.part(number), job.key(shard))
 
 
 def do_shard(task: tuple[Job, int, Shard]) -> int:
-    """Tokenise a shard into its folder (published whole, by a rename) and return its number."""
+    """Tokenise a shard into its part (published whole, by a rename) and return its number."""
     job, number, shard = task
-    folder = job.folder / f"{number:06d}"
-    partial = job.folder / f"{folder.name}.{os.getpid()}.partial"
+    folder = job.part(number)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(partial, ignore_errors=True)
@@ -140,20 +83,23 @@ def do_shard(task: tuple[Job, int, Shard]) -> int:
 def _write(job: Job, shard: Shard, folder: Path) -> None:
     tokenizer, runs = _tokenizer(job.tokenizer, job.fingerprint), _runs(job.runs, job.runs_digest, job.ngram)
     counts = {name: Amount() for name in ("in", "other_split", "empty", "contaminated")}
-    gathered = _Gathered()
-    with StoreWriter(folder, tokenizer.vocab_size, tokenizer.eod_id) as writer:
+    with PartWriter(folder, tokenizer.vocab_size, tokenizer.eod_id, job.near) as writer:
         for batch in _batches(_selected(shard.documents(), job, tokenizer.byte_lengths(), counts)):
             for encoded in _encoded(batch, tokenizer):
-                _place(encoded, writer, counts, gathered, runs, job.near)
-        arrays = gathered.arrays(job.near)
-        for name, array in arrays.items():
-            with writing(folder), open(folder / f"{name}.npy", "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        digests = {name: digest(array.tobytes()) for name, array in arrays.items()}
-        report = {"key": job.key(shard), "arrays": digests, "counts": {k: asdict(v) for k, v in counts.items()}}
-        writer.finish(report)
+                reason = _reason_to_drop(encoded, runs)
+                counts["in"].add(0, 0, encoded.num_tokens)
+                if reason:
+                    counts[reason].add(1, encoded.num_bytes, encoded.num_tokens)
+                else:
+                    text = encoded.document.text or ""
+                    writer.append(encoded.ids, text, encoded.hash, encoded.num_bytes, encoded.bytes_by_ids)
+        writer.finish(job.key(shard), counts)
+
+
+def _reason_to_drop(encoded: "_Encoded", runs: EvaluationRuns | None) -> str | None:
+    if not len(encoded.ids):  # a normalizer may leave nothing of a text
+        return "empty"
+    return "contaminated" if runs is not None and runs.touch(encoded.document.text or "") else None
 
 
 @dataclass(frozen=True)
@@ -165,8 +111,11 @@ class _Selected:
 
 @dataclass(frozen=True)
 class _Encoded(_Selected):
-    bytes_by_ids: int
+    """`num_tokens` counts the end-of-document id, which the store adds where it is missing."""
+
     ids: np.ndarray
+    num_tokens: int
+    bytes_by_ids: int
 
 
 def _selected(
@@ -225,7 +174,8 @@ def _encoded(batch: list[_Selected], tokenizer: Tokenizer) -> Iterator[_Encoded]
     for item in batch:
         given = item.document.ids
         ids = next(ids_of_texts) if given is None else given.astype(np.int64)
-        yield _Encoded(item.document, item.hash, item.num_bytes, int(lengths[ids].sum()), ids)
+        num_tokens = len(ids) + (not len(ids) or int(ids[-1]) != tokenizer.eod_id)
+        yield _Encoded(item.document, item.hash, item.num_bytes, ids, num_tokens, int(lengths[ids].sum()))
 
 
 def _checked(document: Document, vocab_size: int) -> np.ndarray:
@@ -237,52 +187,6 @@ def _checked(document: Document, vocab_size: int) -> np.ndarray:
             f"tokenizer that the ids were made with."
         )
     return ids
-
-
-def _place(
-    encoded: _Encoded,
-    writer: StoreWriter,
-    counts: dict[str, Amount],
-    gathered: _Gathered,
-    runs: EvaluationRuns | None,
-    near: bool,
-) -> None:
-    text, ids = encoded.document.text or "", encoded.ids
-    num_tokens = len(ids) + (not len(ids) or int(ids[-1]) != writer.eod_id)
-    counts["in"].add(0, 0, num_tokens)
-    if not len(ids):  # a normalizer may leave nothing of a text
-        counts["empty"].add(1, encoded.num_bytes, num_tokens)
-    elif runs is not None and runs.touch(text):
-        counts["contaminated"].add(1, encoded.num_bytes, num_tokens)
-    else:
-        writer.append(ids, encoded.num_bytes)
-        halves = encoded.hash >> 64, encoded.hash & (2**64 - 1)
-        gathered.documents.append((halves, encoded.num_bytes, encoded.bytes_by_ids))
-        if near:
-            gathered.shingles.append(shingles(text))
-            gathered.signatures.append(signature(gathered.shingles[-1]))
-
-
-def _open(folder: Path) -> Part:
-    store = TokenStore.open(folder)
-    report = store.header["report"]
-    for name, expected in report["arrays"].items():
-        array = _load(folder / f"{name}.npy")
-        if digest(array.tobytes()) != expected:
-            raise DataError(f"{folder / name}.npy: was changed or damaged; build the data again.")
-    counts = {reason: Amount(**amount) for reason, amount in report["counts"].items()}
-    return Part(folder, store, _load(folder / "documents.npy"), counts)
-
-
-def open_part(job: Job, number: int) -> Part:
-    """A shard that this run finished."""
-    return _open(job.folder / f"{number:06d}")
-
-
-def _load(path: Path) -> np.ndarray:
-    with contextlib.suppress(OSError, ValueError):
-        return np.load(path, allow_pickle=False)
-    raise DataError(f"{path}: is missing or damaged; build the data again.")
 
 
 @lru_cache(maxsize=1)

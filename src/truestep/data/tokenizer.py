@@ -23,6 +23,7 @@ from truestep.errors import DataError
 END = "<|endoftext|>"
 _UNREACHABLE = "\ufdd0"  # a code point that is no character: no text can spell what follows it
 FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")  # later ones win
+_ORIGIN = "truestep_origin"
 _KEPT_CONFIG = ("bos_token", "pad_token", "unk_token", "chat_template", "model_max_length", "padding_side")
 
 
@@ -47,7 +48,8 @@ class Tokenizer:
         self._special = {t["content"]: t["id"] for t in self._spec["added_tokens"] if t["special"]}
         self._forbidden = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may become
         self._forbidden[[i for t, i in self._special.items() if t != _unknown_token(self._spec)]] = True
-        self._encoder = _from_spec(_without_reachable_specials(self._spec), origin)
+        spec = _without_reachable_specials(self._spec)
+        self._encoder = self._tokenizer if spec is self._spec else _from_spec(spec, origin)
         self._encoder.encode_special_tokens = True
         self._raw_bytes = _is_raw_bytes(self._spec)
 
@@ -90,11 +92,15 @@ class Tokenizer:
         folder = Path(folder)
         config = {name: self._config[name] for name in _KEPT_CONFIG if self._config.get(name) is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eod}
-        config |= {"clean_up_tokenization_spaces": False}
+        config |= {"clean_up_tokenization_spaces": False, _ORIGIN: self._origin_to_tell()}
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             publish(folder / "tokenizer.json", json.dumps(self._spec, ensure_ascii=False).encode())
             publish(folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1).encode())
+
+    def _origin_to_tell(self) -> str:
+        """A path of this machine is nobody else's business; its last part is."""
+        return Path(self.origin).name if Path(self.origin).exists() else self.origin
 
     def _refuse(self, ids: np.ndarray, text: str) -> None:
         bad = int(ids[self._forbidden[ids]][0])
@@ -133,20 +139,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, *, eod: str | None = None, origin: str | None = None) -> Tokenizer:
-    """A tokenizer.json, or a folder that holds one. `eod` is by default the eos token named beside it; `origin` is what
-    to call it. Only JSON is read: code and pickles in the folder are left alone."""
+    """A tokenizer.json, or a folder that holds one. `eod` is by default the eos token named beside it; `origin` says
+    where it came from, by default what was saved with it, or the path. Only JSON is read: code and pickles in the
+    folder are left alone."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(f"{file} does not exist; give a tokenizer.json or a folder with one.")
-    origin = origin or str(path)
     beside = [_read_json(p) for name in FILES[1:] if (p := file.with_name(name)).is_file()]
     config = {name: value for one in beside for name, value in one.items()}
     named = eod or config.get("eos_token")
     if isinstance(named, dict):
         named = named.get("content")
     if not named:
-        raise DataError(f"{origin}: names no eos token; set tokenizer.eod to the token that ends a document.")
-    return Tokenizer(_read_json(file), named, config=config, origin=origin)
+        raise DataError(f"{path}: names no eos token; set tokenizer.eod to the token that ends a document.")
+    tokenizer = Tokenizer(_read_json(file), named, config=config, origin=str(path))
+    tokenizer.origin = origin or config.get(_ORIGIN) or str(path)
+    return tokenizer
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from truestep.models import attention
-from truestep.models.attention import attend, mask, one_document
+from truestep.models.attention import attend, mask
 
 DOCUMENTS_BT = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [-1, -1, 5, 5, 5, 5, -1, -1]], dtype=torch.int32)
 
@@ -94,9 +94,3 @@ def test_scores_keep_their_range_in_half_precision():
     q = torch.full((1, 1, 3, 16), 8.0, dtype=torch.bfloat16)
     out = attend(q, q, torch.ones_like(q), None, 1 / math.sqrt(16), 30.0)
     assert (out == 1).all()
-
-
-def test_one_document_looks_at_every_row():
-    assert one_document(torch.zeros(2, 4)) and one_document(torch.tensor([[1, 1], [7, 7]]))
-    assert not one_document(torch.tensor([[1, 1], [7, 8]]))
-    assert not one_document(torch.tensor([[-1, -1]]))

@@ -316,4 +316,5 @@ def _map(function: Any, *batches: Batch) -> Batch:
 
 
 def _fields(batch: Batch) -> tuple[torch.Tensor, ...]:
+    assert batch.documents_BT is not None  # the loader always says
     return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT

@@ -43,15 +43,6 @@ def mask(
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-def one_document(documents_BT: torch.Tensor) -> bool:
-    """Whether every row is known to be a single document without padding, told without waiting for a device: one
-    number a row, spread over it (as Batch.to leaves it), or equal numbers on the CPU."""
-    if documents_BT.stride(1) == 0:
-        return True
-    first = documents_BT[:, :1]
-    return documents_BT.device.type == "cpu" and bool(((documents_BT == first) & (first >= 0)).all())
-
-
 def attend(
     q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor, mask: Mask, scale: float, softcap: float | None
 ) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from truestep.models.attention import mask, one_document
+from truestep.models.attention import mask
 from truestep.models.cache import KVCache, numbered
 from truestep.models.layers import Block, LayerInput, RMSNorm
 from truestep.models.roles import infer_roles
@@ -81,8 +81,6 @@ class Decoder(nn.Module):
         start, length = (0 if cache is None else cache.length), tokens_BT.shape[1]
         if positions_BT is None:
             positions_BT = torch.arange(start, start + length, device=tokens_BT.device)[None]
-        if cache is None and documents_BT is not None and one_document(documents_BT):
-            documents_BT = None
         queries_BT = numbered(tokens_BT, documents_BT)
         keys_BS = queries_BT if cache is None else cache.documents_with(queries_BT)
         given: dict[int | None, LayerInput] = {}

@@ -12,12 +12,12 @@ IGNORE = -100
 class Batch:
     """tokens_BT int64; labels_BT int64, already shifted (labels[b, t] is the token after tokens[b, t]; IGNORE = no
     target); positions_BT int64, restarting at 0 in every document; documents_BT int32, equal numbers attend to each
-    other, -1 marks padding."""
+    other, -1 marks padding; None = every row is one whole document."""
 
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor
-    documents_BT: torch.Tensor
+    documents_BT: torch.Tensor | None
 
     @property
     def num_targets(self) -> int:
@@ -25,11 +25,17 @@ class Batch:
         return int((self.labels_BT != IGNORE).sum())
 
     def to(self, device: torch.device | str) -> "Batch":
-        """On `device`, without waiting. Where every row is one document, its number is spread over the row (stride 0):
-        a model on a GPU sees that from the outside, and takes no masks."""
-        move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        documents_BT = self.documents_BT
-        first_B1 = documents_BT[:, :1]
-        if documents_BT.device.type == "cpu" and bool(((documents_BT == first_B1) & (first_B1 >= 0)).all()):
-            documents_BT = move(first_B1).expand_as(documents_BT)
-        return Batch(move(self.tokens_BT), move(self.labels_BT), move(self.positions_BT), move(documents_BT))
+        """On `device`. Whether rows are whole documents is looked at here, on the CPU, since a GPU would have to be
+        waited for; the plain causal kernels are the faster ones."""
+        documents_BT = None if self._whole() else self.documents_BT
+        moved = [
+            None if x is None else x.to(device, non_blocking=True)
+            for x in (self.tokens_BT, self.labels_BT, self.positions_BT, documents_BT)
+        ]
+        return Batch(*moved)  # pyright: ignore[reportArgumentType]
+
+    def _whole(self) -> bool:
+        if self.documents_BT is None or self.documents_BT.device.type != "cpu":
+            return self.documents_BT is None
+        first = self.documents_BT[:, :1]
+        return bool(((self.documents_BT == first) & (first >= 0)).all())

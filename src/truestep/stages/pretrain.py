@@ -1,6 +1,5 @@
 """The pretrain stage: text in, base model out. Read top to bottom."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from truestep.data.loader import Corpus, Loader, Prefetcher, evaluation_batches
 from truestep.data.tokenizer import Tokenizer, check_vocab
 from truestep.errors import CheckpointError, ModelError
 from truestep.models.build import build_model, init_weights
+from truestep.models.foreign import ForeignModel
 from truestep.models.hf import load_hf, read_section
 from truestep.models.hub import fetch, is_hub_id
 from truestep.models.load import require_own_module, tensors_of
@@ -44,9 +44,11 @@ def carry_out(context: Context, stage: Stage) -> str:
     corpora = Corpora.prepare(context, stage, partial(model_section, context, start))
     section = model_section(context, start, corpora.tokenizer)
     precision = measure_precision(context)
+    model = build_model(section, section.vocab_size)
+    check_fit(stage, section, model)
     state = build(
         stage,
-        build_model(section, section.vocab_size),
+        model,
         partial(load_into, start.directory) if start else partial(init_weights, seed=recipe.run.seed),
         job=job,
         machine=machine,
@@ -138,6 +140,20 @@ def model_section(context: Context, start: Start | None, tokenizer: Tokenizer) -
     resolved = section.resolved(tokenizer.vocab_size)
     check_vocab(tokenizer, resolved.vocab_size)
     return resolved
+
+
+def check_fit(stage: Stage, section: ModelSection, model: nn.Module) -> None:
+    """What the recipe alone cannot know of a start model or of a user's own module."""
+    if stage.context > section.max_context:
+        raise ModelError(
+            f"stage {stage.name!r} has context = {stage.context}, but its model takes rows of at most "
+            f"{section.max_context} tokens; lower the context, or start from a model of longer rows"
+        )
+    if isinstance(model, ForeignModel) and stage.mask_documents and not model.takes_documents:
+        raise ModelError(
+            f"stage {stage.name!r} keeps documents apart (mask_documents), which {section.module} cannot: its forward "
+            f"has no `document_ids`; add that argument, or set mask_documents = false"
+        )
 
 
 def load_into(directory: Path, model: nn.Module) -> None:

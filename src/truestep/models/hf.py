@@ -38,6 +38,20 @@ def read_section(directory: Path) -> ModelSection:
     return section
 
 
+def check_directory(directory: Path, context: int) -> ModelSection:
+    """Its section, after a look at what can be seen without reading weights: every file of weights is there and whole,
+    and rows of `context` tokens are not longer than the model takes."""
+    section = read_section(directory)
+    with _open_shards(directory):
+        pass
+    if section.module is None and context > section.max_context:
+        raise ModelError(
+            f"{directory / 'config.json'} says that the model takes {section.max_context} tokens, but the stage's "
+            f"context is {context}; shorten the rows."
+        )
+    return section
+
+
 def read_generation(directory: Path) -> dict[str, Any]:
     """generation_config.json, or the token ids of config.json where there is none."""
     file = directory / "generation_config.json"

@@ -5,7 +5,6 @@ import platform
 import socket
 import time
 from collections import Counter
-from importlib.metadata import version
 
 import torch
 
@@ -19,6 +18,7 @@ from truestep.runlog.log import RunLog, next_attempt
 from truestep.stages import pretrain
 from truestep.stages.context import Context, adopt, open_run, run_directory
 from truestep.stages.doors import check_doors
+from truestep.stages.measure import versions
 from truestep.stages.progress import TerminalProgress
 
 STAGES = {"pretrain": pretrain.carry_out}
@@ -114,13 +114,3 @@ def _devices(job: Job) -> dict[str, int]:
     else:
         name = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
     return dict(Counter({name: job.world}))
-
-
-def versions() -> dict[str, str]:
-    """What the bits of a result may depend on beside the recipe."""
-    return {
-        "truestep": version("truestep"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda or "none",
-    }

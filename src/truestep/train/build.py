@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from truestep.imports import is_import_path
 from truestep.losses.base import open_loss
 from truestep.optim.build import build_optimizer
 from truestep.optim.scaler import LossScaler
@@ -71,4 +72,5 @@ def assemble(
         scaler=LossScaler() if parallel.dtype == torch.float16 else LossScaler.off(),
         steps=steps,
         seed=seed,
+        own_weight=is_import_path(stage.loss.kind),
     )

@@ -31,6 +31,8 @@ class Watcher(Protocol):
 
     def held_out(self, stage: str, step: int, figures: HeldOut) -> None: ...
 
+    def alarm(self, text: str) -> None: ...
+
 
 @dataclass
 class Loop:
@@ -135,6 +137,8 @@ class Loop:
                     manifest=saved.manifest_sha256 or None,
                     error=saved.error or None,
                 )
+            if self.watcher and not saved.ok:
+                self.watcher.alarm(f"{self.stage}: saving step {saved.step} failed: {saved.error}")
             if not saved.ok and (self.failures > self.cadence.max_failures or last):
                 raise UserError(_failed(saved, self.failures))
 

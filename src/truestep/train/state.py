@@ -17,7 +17,8 @@ from truestep.recipe.stage import Optim
 @dataclass
 class TrainState:
     """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (fp16 overflow
-    skips one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the start model."""
+    skips one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the start model.
+    `own_weight`: the loss may count something else than targets, so its weights have to be added up over ranks."""
 
     job: Job
     parallel: Parallel
@@ -27,6 +28,7 @@ class TrainState:
     scaler: LossScaler
     steps: int
     seed: int
+    own_weight: bool = False
     step: int = 0
     updates: int = 0
     tokens: int = 0
@@ -41,7 +43,7 @@ class TrainState:
         return {name: value.detach() for name, value in (model | optimizer).items()}
 
     def extra(self) -> dict[str, Any]:
-        """The rest of the state, as JSON. Random streams are derived from (seed, step, rank), so the seed is their state."""
+        """The rest of the state, as JSON. Random streams are derived from the seed, which is their state."""
         return {
             "step": self.step,
             "updates": self.updates,
@@ -57,7 +59,9 @@ class TrainState:
         """Take over what `extra` said when the tensors were saved (they have been loaded in place)."""
         missing = sorted(set(self.extra()) - set(extra))
         if missing:
-            raise CheckpointError(f"the checkpoint's state lacks {', '.join(missing)}; it was written by another program or version")
+            raise CheckpointError(
+                f"the checkpoint's state lacks {', '.join(missing)}; it was written by another program or version"
+            )
         self.step, self.updates = extra["step"], extra["updates"]
         self.tokens, self.targets = extra["tokens"], extra["targets"]
         self.loader, self.parent = extra["loader"], extra["parent"]

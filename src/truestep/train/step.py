@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from truestep.losses.base import Loss
+from truestep.errors import UserError
+from truestep.losses.base import Loss, LossSum
 from truestep.numerics.batch import Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.optim.clip import clip_, grad_norm, gradients
@@ -21,7 +22,8 @@ from truestep.train.state import TrainState
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did, with numbers of the global batch: `loss` in nats per target, `grad_norm` before clipping.
+    """What one step did, with numbers of the global batch: `loss` per unit of its weight, which is nats per target but
+    for a loss of the user's own, and `grad_norm` before clipping.
 
     `shards` holds this rank's microbatches as (loss sum, weight, norm of its contribution). `agreed` are the sums over
     ranks of the numbers that the loop passed in.
@@ -42,6 +44,9 @@ def head_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """What the model's head computes in training. A plain tuple, since FSDP2 finds its tensors in outputs that way."""
     result = loss(out, batch)
+    if not isinstance(result, LossSum):
+        name, kind = type(loss).__name__, type(result).__name__
+        raise UserError(f"loss {name} returned a {kind}; return truestep.losses.base.LossSum(sum over the targets)")
     return result.sum, result.metrics
 
 
@@ -51,17 +56,19 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     `questions` are numbers of the loop (stop asked? save due?) that ride along in the step's one agreement.
     """
     parallel, job = state.parallel, state.job
-    torch.manual_seed(stream(state.seed, state.step, job.rank))
     scale = state.scaler.scale
+    weights = [float(state.loss.weight(batch)) for batch in batches]
+    divisor = job.all_sum([sum(weights)])[0] if state.own_weight else num_targets
     sums: list[torch.Tensor] = []
     metrics: dict[str, torch.Tensor] = {}
     for index, batch in enumerate(batches):
         batch = batch.to(parallel.device)
+        torch.manual_seed(stream(state.seed, state.step, index * job.world + job.rank))
         with parallel.microbatch(last=index == len(batches) - 1):
             with parallel.compute():
                 loss_sum, extra = forward(parallel.call, batch, partial(head_loss, state.loss, batch))
-            if num_targets:
-                (loss_sum * (scale / num_targets)).backward()
+            if divisor:
+                (loss_sum * (scale / divisor)).backward()
         parallel.probe.next_microbatch()
         sums.append(loss_sum.detach())
         metrics = {name: value.detach() + metrics.get(name, 0) for name, value in extra.items()}
@@ -69,10 +76,10 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     grads = gradients(parallel.bare.parameters())
     state.scaler.unscale_(grads)
     norm = grad_norm(grads)
-    shards = list(zip(torch.stack(sums).double().tolist(), map(float, map(state.loss.weight, batches)), _norms(parallel, scale, len(batches))))
+    shards = list(zip(torch.stack(sums).double().tolist(), weights, _norms(parallel, scale, len(batches))))
     total, *rest = job.all_sum([sum(s for s, _, _ in shards), *(float(v) for v in metrics.values()), *questions])
-    loss = total / num_targets if num_targets else 0.0
-    verdict = judge(loss, norm.item(), scaled=state.scaler.enabled) if num_targets else Verdict.SKIP
+    loss = total / divisor if divisor else 0.0
+    verdict = judge(loss, norm.item(), scaled=state.scaler.enabled) if divisor else Verdict.SKIP
 
     clip = 1.0
     if verdict is Verdict.GO:
@@ -80,11 +87,11 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
         state.optimizer.step()
         state.updates += 1
-    if num_targets:
+    if divisor:
         state.scaler.update(finite=verdict is Verdict.GO)
     state.optimizer.zero_grad()
     state.step += 1
-    named = {name: value / max(num_targets, 1) for name, value in zip(metrics, rest)}
+    named = {name: value / (divisor or 1) for name, value in zip(metrics, rest)}
     return StepResult(loss, norm.item(), clip, num_targets, verdict, shards, named, rest[len(metrics) :])
 
 
@@ -93,13 +100,13 @@ def forward(model: torch.nn.Module, batch: Batch, head: Any) -> Any:
     return model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head=head, labels_BT=batch.labels_BT)
 
 
-def stream(seed: int, step: int, rank: int) -> int:
-    """Seed of torch's generator for one step on one rank (dropout and the like of a user's own module).
+def stream(seed: int, step: int, microbatch: int) -> int:
+    """Seed of torch's generator for one microbatch of a step (dropout and the like of a user's own module).
 
-    Derived, not carried: nothing to save, each rank has its own stream, and a resume at another world size is defined.
+    Derived, not carried: nothing to save, and the same whichever rank the microbatch goes to.
     """
     mixed = seed
-    for part in (step, rank):
+    for part in (step, microbatch):
         mixed = (mixed * 6364136223846793005 + part * 2 + 1442695040888963407) & (2**63 - 1)
     return mixed
 

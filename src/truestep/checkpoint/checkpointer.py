@@ -1,9 +1,11 @@
 """Saves training state: copies it at once, writes it in the background, commits it when every rank's part is there."""
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,6 +21,8 @@ from truestep.checkpoint.staging import Stage, as_they_are, find_aliases, local_
 from truestep.checkpoint.writer import BlockWriter, StagedPlanner, result_from_json, result_to_json
 from truestep.errors import CheckpointError
 from truestep.storage.interface import Store
+
+LAST_WORDS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Checkpointer:
         self.stage = Stage()
         self.pending: Future[SaveResult] | None = None
         self.results: SimpleQueue[SaveResult] = SimpleQueue()
+        atexit.register(self._abandon)
 
     def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], asynchronous: bool) -> Save:
         """Save this rank's part of `tensors` (plain tensors or DTensors) and, from rank 0, `extra` (plain JSON).
@@ -129,7 +134,14 @@ class Checkpointer:
         A process that ends without this loses a save under way; none is half-committed.
         """
         self.wait()
+        atexit.unregister(self._abandon)
         self.stage.buffers.clear()
+
+    def _abandon(self) -> None:
+        """The process ends, perhaps by an error, while other ranks may never answer: do not wait for them."""
+        self.group.stopped.set()
+        if self.pending is not None:
+            wait_for([self.pending], LAST_WORDS_S)
 
     def _prepare(
         self,

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -60,6 +61,7 @@ class Group:
     world: int
     deadline_s: float
     rounds: int = field(default=0)
+    stopped: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def of(kv: KeyValue | None, rank: int, world: int, deadline_s: float, name: str = "load") -> "Group":
@@ -118,7 +120,8 @@ class Round:
                 raise Abandoned(json.loads(kv.get(f"{self.name}/failed")))
             if time.monotonic() > self.deadline:
                 raise Abandoned(f"no answer ({self.name}/{key}) within {self.group.deadline_s:g} s")
-            time.sleep(wait_s)
+            if self.group.stopped.wait(wait_s):
+                raise Abandoned("this process is ending")
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return json.loads(kv.get(f"{self.name}/{key}"))
 

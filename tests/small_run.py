@@ -40,7 +40,14 @@ def recipe(folder: Path, name: str = "small", **changes: Any) -> dict[str, Any]:
         "model": {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
         "data": {"train": corpus | {"split": "train"}, "heldout": corpus | {"split": "heldout"}},
         "stages": [stage | changes],
-        "machine": {"microbatch_rows": 1, "threads": 1, "device": "cpu", "precision": "float32", "data_workers": 1, "cache": str(folder / "cache")},
+        "machine": {
+            "microbatch_rows": 1,
+            "threads": 1,
+            "device": "cpu",
+            "precision": "float32",
+            "data_workers": 1,
+            "cache": str(folder / "cache"),
+        },
         "checkpoint": {"every": 5, "every_time": "1h"},
         "ledger": {"peak_flops": 1e11},
     }

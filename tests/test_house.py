@@ -99,7 +99,9 @@ def test_torch_free_parts_import_without_torch():
     names = list(TORCH_FREE_MODULES)
     for part in TORCH_FREE:
         for path in sorted((ROOT / part).rglob("*.py")):
-            names.append(".".join(("truestep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"))
+            names.append(
+                ".".join(("truestep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+            )
     done = subprocess.run([sys.executable, "-c", BLOCK, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

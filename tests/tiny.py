@@ -62,14 +62,34 @@ def job(rank: int = 0, world: int = 1) -> Job:
     return Job(rank, world, rank, world, torch.device("cpu"), "test", control, None)
 
 
-def state(here: Job, *, precision="float32", mesh: Mesh | None = None, optim=None, loss=None, steps=100, seed=1, model=None, **machine) -> TrainState:
+def state(
+    here: Job,
+    *,
+    precision="float32",
+    mesh: Mesh | None = None,
+    optim=None,
+    loss=None,
+    steps=100,
+    seed=1,
+    model=None,
+    **machine,
+) -> TrainState:
     given = {"name": "tiny", "data": "x", "context": CONTEXT, "tokens": 10_000, "batch_tokens": ROWS * CONTEXT}
     stage = Stage(**given, optim=optim or {"lr": 1e-2}, loss=loss or {})
     if model is None:
         with torch.device("meta"):
             model = Decoder(section())
     settings = Machine(mesh=mesh or Mesh(), head_chunk_tokens=7, **machine)
-    return build(stage, model, lambda m: init_weights(m, 3), job=here, machine=settings, precision=precision, seed=seed, steps=steps)
+    return build(
+        stage,
+        model,
+        lambda m: init_weights(m, 3),
+        job=here,
+        machine=settings,
+        precision=precision,
+        seed=seed,
+        steps=steps,
+    )
 
 
 def whole_gradients(training: TrainState) -> dict[str, torch.Tensor]:

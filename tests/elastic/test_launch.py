@@ -148,7 +148,13 @@ def test_torchrun_with_two_agents_joins_and_equals_our_launcher(undisturbed):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    common = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-port={port}", "--master-addr=127.0.0.1"]
+    common = [
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        f"--master-port={port}",
+        "--master-addr=127.0.0.1",
+    ]
     verb = ["-m", "truestep", "run", str(file), "--set", "run.name=joined"]
     agents = [start(*common, f"--node-rank={node}", *verb) for node in range(2)]
     ended = [finish(agent) for agent in agents]

@@ -15,7 +15,6 @@ def test_rows_of_one_document_are_known_as_such_on_any_device():
     before = batch([[4, 4, 4], [0, 0, 0]])
     for device in ("cpu", "meta"):
         assert before.to(device).documents_BT is None
-    assert before.to("meta").to("cpu").documents_BT is None
 
 
 def test_rows_with_borders_or_padding_stay_as_they_are():

@@ -47,7 +47,15 @@ def undisturbed(tmp_path_factory):
 def test_a_run_leaves_model_card_log_and_report(undisturbed):
     _, run_dir = undisturbed
     model = run_dir / "models" / "base"
-    for file in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "card.json", "card.md", "manifest.json"):
+    for file in (
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+        "card.json",
+        "card.md",
+        "manifest.json",
+    ):
         assert (model / file).exists(), file
     assert (run_dir / "report.html").read_text().startswith("<!doctype html>")
     verify(run_dir)
@@ -140,7 +148,12 @@ def test_changed_what_is_refused_with_the_field_named_and_changed_where_is_welco
 
 
 def test_gate_that_fails_ends_with_code_1(tmp_path):
-    body = small_run.recipe(tmp_path, tokens=12 * 32, gate={"kind": "heldout", "max_loss": 0.5}, optim={"lr": 1e-3, "schedule": {"kind": "constant", "warmup": 0}})
+    body = small_run.recipe(
+        tmp_path,
+        tokens=12 * 32,
+        gate={"kind": "heldout", "max_loss": 0.5},
+        optim={"lr": 1e-3, "schedule": {"kind": "constant", "warmup": 0}},
+    )
     outcome = verbs.run(body)
     assert outcome.reason == "gate" and outcome.exit_code == 1
     assert manifest(outcome.directory)["gate"]["verdict"] == "fail"
@@ -233,3 +246,23 @@ def test_export_of_an_unfinished_run_is_its_newest_checkpoint(undisturbed, tmp_p
     loaded = load_newest(open_store(str(folder / "runs" / "exported" / "checkpoints" / "base")), saved, strict=False)
     assert loaded is not None and loaded.step == 9
     assert all(torch.equal(saved[f"model.{name}"], p) for name, p in model.named_parameters())
+
+
+def test_resume_with_other_bits_says_which(undisturbed):
+    folder, _ = undisturbed
+    body = small_run.recipe(folder, name="bits")
+    assert _stopped(0, 1, body, 4) == "stopped"
+    assert verbs.run(body, ["machine.microbatch_rows=2"]).reason == "finished"
+    resume = next(r.data for r in read(folder / "runs" / "bits") if r.kind == "resume")
+    assert resume.changed == ["machine.microbatch_rows: 1 → 2"]
+
+
+def test_batch_ramp_reads_every_row_once(tmp_path):
+    ramp = [{"after": 4 * 12 * 32, "batch_tokens": 24 * 32}, {"after": 10 * 12 * 32, "batch_tokens": 36 * 32}]
+    body = small_run.recipe(tmp_path, ramp=ramp)
+    outcome = verbs.run(body)
+    steps = [r.data for r in read(outcome.directory) if r.kind == "step"]
+    assert [s.tokens // (12 * 32) for s in steps] == [1] * 4 + [2] * 3 + [3] * 4
+    alone = small_run.recipe(tmp_path, name="flat", tokens=22 * 12 * 32)
+    flat = [r.data.targets for r in read(verbs.run(alone).directory) if r.kind == "step"]
+    assert sum(s.targets for s in steps) == sum(flat)  # the same 22 x 12 rows

@@ -28,13 +28,18 @@ def decide(gate: Gate, figures: dict[str, float | None], parent: dict[str, float
     """
     if gate.kind == "none":
         return Verdict("ungated", [gate.reason or "no reason was given"])
-    bounds = [("loss", gate.max_loss, "the stated bound"), ("bits_per_byte", gate.max_bits_per_byte, "the stated bound")]
+    bounds = [
+        ("loss", gate.max_loss, "the stated bound"),
+        ("bits_per_byte", gate.max_bits_per_byte, "the stated bound"),
+    ]
     if parent is not None:
         parent_loss = parent.get("loss")
         if _missing(parent_loss):
             return Verdict("fail", ["the parent's held-out loss is missing, so nothing can be compared"])
         assert parent_loss is not None
-        bounds.append(("loss", parent_loss + gate.margin, f"the parent's {parent_loss:.6g} plus the margin {gate.margin:g}"))
+        bounds.append(
+            ("loss", parent_loss + gate.margin, f"the parent's {parent_loss:.6g} plus the margin {gate.margin:g}")
+        )
     checks = [_check(name, figures.get(name), bound, source) for name, bound, source in bounds if bound is not None]
     if not checks:
         return Verdict("fail", ["the gate states no bound and the model has no parent to compare with"])

@@ -92,7 +92,9 @@ def judge(context: Context, stage: Stage, done: Finished) -> Verdict:
     assert stage.gate is not None
     verdict = decide(stage.gate, figures, done.state.parent)
     reason = "; ".join(verdict.reasons)
-    context.note("gate", stage=stage.name, verdict=verdict.outcome, reason=reason, gate_kind=stage.gate.kind, figures=figures)
+    context.note(
+        "gate", stage=stage.name, verdict=verdict.outcome, reason=reason, gate_kind=stage.gate.kind, figures=figures
+    )
     word = "UNGATED" if verdict.outcome == "ungated" else f"gate: {verdict.outcome}"
     context.progress.say(f"{stage.name}: {word} ({reason})")
     return verdict
@@ -103,7 +105,9 @@ def show_yardstick(context: Context, stage: Stage, done: Finished) -> None:
     store = done.corpora.stores[stage.evaluate.data]
     others = yardstick(store, done.corpora.tokenizer)
     context.note("yardstick", data=stage.evaluate.data, bytes=store.num_bytes, bits_per_byte=others)
-    table = Table("held-out text coded by", "bits per byte", title=f"{store.num_bytes:,} bytes of {stage.evaluate.data}")
+    table = Table(
+        "held-out text coded by", "bits per byte", title=f"{store.num_bytes:,} bytes of {stage.evaluate.data}"
+    )
     ours = {f"this model ({stage.name})": done.figures.bits_per_byte}
     for name, value in sorted((others | ours).items(), key=lambda pair: -(pair[1] or 0)):
         table.add_row(name, "not known" if value is None else f"{value:.4f}")

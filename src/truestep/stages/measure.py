@@ -2,8 +2,10 @@
 
 import json
 import os
+import platform
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -74,3 +76,13 @@ def _once(context: Context, name: str, measure: Callable[[], dict[str, Any]]) ->
         return known[name]
 
     return context.job.agree(f"measure/{name}", recorded)
+
+
+def versions() -> dict[str, str]:
+    """What the bits of a result may depend on beside the recipe."""
+    return {
+        "truestep": version("truestep"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda or "none",
+    }

@@ -1,5 +1,6 @@
 """The pretrain stage: text in, base model out. Read top to bottom."""
 
+import platform
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,13 @@ from truestep.models.hub import fetch, is_hub_id
 from truestep.models.load import require_own_module, tensors_of
 from truestep.optim.groups import describe
 from truestep.recipe.batch_schedule import BatchSchedule
-from truestep.recipe.digests import what
+from truestep.recipe.digests import bits_fields, changed, what
 from truestep.recipe.model import COUNTING_RULE, ModelSection
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context, checkpoint_place
 from truestep.stages.corpora import Corpora, mixture
 from truestep.stages.finish import Finished, finish
-from truestep.stages.measure import measure_peak, measure_precision
+from truestep.stages.measure import measure_peak, measure_precision, versions
 from truestep.storage.store import open_store
 from truestep.train.build import build
 from truestep.train.evaluate import HeldOut, Text, evaluate
@@ -172,7 +173,7 @@ def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
         kv=job.store,
         block_bytes=settings.block,
         deadline_s=settings.deadline,
-        facts={"what": what(recipe), "stage": stage.name, "run": recipe.run.name},
+        facts={"what": what(recipe), "stage": stage.name, "run": recipe.run.name, "bits": bits_now(context)},
     )
 
 
@@ -184,7 +185,9 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
     loaded = load_newest(checkpointer.store, tensors, group=group)
     if loaded is None:
         if wish == "required":
-            raise CheckpointError(f"run.resume is required, but {checkpointer.store.url} holds no checkpoint; set it to auto")
+            raise CheckpointError(
+                f"run.resume is required, but {checkpointer.store.url} holds no checkpoint; set it to auto"
+            )
         context.progress.say(f"{stage.name}: starts at step 0 (no checkpoint in {checkpointer.store.url})")
         return
     if wish == "never":
@@ -193,13 +196,33 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
         )
     if loaded.facts["what"] != what(context.recipe):
         raise CheckpointError(f"{checkpointer.store.url} holds checkpoints of another recipe; choose another run.name")
-    state.optimizer.load_named_state({n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")})
+    state.optimizer.load_named_state(
+        {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
+    )
     state.restore(loaded.extra)
     loader.restore(state.loader)
-    context.note("resume", stage=stage.name, step=loaded.step, checkpoint=loaded.commit, fell_back=loaded.fell_back)
+    differences = changed(loaded.facts["bits"], bits_now(context))
+    context.note(
+        "resume",
+        stage=stage.name,
+        step=loaded.step,
+        checkpoint=loaded.commit,
+        fell_back=loaded.fell_back,
+        changed=differences,
+    )
+    if differences:
+        context.progress.say(f"{stage.name}: last bits of results may differ from here on: {'; '.join(differences)}")
     for sentence in loaded.fell_back:
         context.progress.alarm(sentence)
     context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit})")
+
+
+def bits_now(context: Context) -> dict[str, Any]:
+    """What the last bits of a result depend on: fields of the recipe, the mesh's size, versions and hardware."""
+    device = context.job.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    here = {"processes": context.job.world, "threads": torch.get_num_threads(), "hardware": hardware}
+    return bits_fields(context.recipe) | here | {f"version of {name}": v for name, v in versions().items()}
 
 
 def evaluate_on(
@@ -249,7 +272,9 @@ def say_start(
         data=[item.data for item in mixture(stage)],
         model=section.model_dump(mode="json"),
         settings={
-            "optimizer": [{k: v for k, v in group.items() if k != "names"} for group in describe(state.optimizer.groups)],
+            "optimizer": [
+                {k: v for k, v in group.items() if k != "names"} for group in describe(state.optimizer.groups)
+            ],
             "mesh": asdict(state.parallel.degrees),
             "stage": stage.model_dump(mode="json"),
         },

@@ -62,6 +62,7 @@ def test_the_page_shows_everything_and_fetches_nothing(tmp_path, clock):
         "Loss", "Held-out bits per byte", "Gradient norm", "Gradient norm per shard", "Learning rate", "Throughput",
         "Checkpoint stalls", "Sample",
     ]  # fmt: skip
+    assert text.count("ffffffffffffffff") == 1
     for words in ("gzip -9", "xz -9e", "gate: PASS", "return a + b", "matmul-2", "rework", "not recorded", "made-up"):
         assert words in text
     assert "events-0001" not in text  # no remark about a log that ends cleanly

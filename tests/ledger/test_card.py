@@ -77,6 +77,7 @@ def test_declared_facts_of_the_place_are_on_the_card(tmp_path, clock):
 def test_the_page_reads_well(tmp_path, clock):
     full_run(tmp_path, clock).end("finished")
     write_card(tmp_path, build_card(tmp_path, "base"))
+    assert [a["end"] for a in build_card(tmp_path, "base")["attempts"]] == ["killed", "finished"]
     page = (tmp_path / "card.md").read_text()
     assert page.startswith("# made-up/base\n\n> **✅ PASS** · held-out 1.500 bits per byte <= 1.71\n")
     positions = [page.index(word) for word in ("gzip -9", "xz -9e", "**this model**")]

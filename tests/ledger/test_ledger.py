@@ -129,6 +129,23 @@ def test_an_attempt_that_died_before_its_stage_counts_for_the_stage_it_prepared(
     assert ledger.stages["base"].phases_s["restart"] == pytest.approx(3.0)
 
 
+def test_the_time_after_a_card_prepares_the_next_stage(tmp_path, clock):
+    run = full_run(tmp_path, clock)
+    run.say("card", stage="base", path="models/base", digest="d", records=60)
+    clock.wait(5.0)
+    run.phase("data build", 2.0)
+    run.stage("more", steps=5, start="stage:base")
+    run.steps(1, 5, "more")
+    run.say("card", stage="more", path="models/more", digest="d", records=70)
+    clock.wait(1.0)
+    run.end("finished")
+    ledger = build_ledger(history_of(tmp_path))
+    more = ledger.stages["more"]
+    assert more.phases_s["restart"] == pytest.approx(5.0) and more.phases_s["data build"] == pytest.approx(2.0)
+    assert more.phases_s["other"] == pytest.approx(1.0) and more.value("wall") == pytest.approx(10.5)
+    assert ledger.stages["base"].phases_s["other"] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_a_roll_back_inside_an_attempt_is_rework_and_its_old_steps_fall_away(tmp_path, clock):
     run = MadeUpRun(tmp_path, clock)
     run.begin()

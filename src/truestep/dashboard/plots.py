@@ -121,7 +121,7 @@ def shards(curves: Curves) -> Plot | None:
     step, low, middle, high = spread
     axes = _axes("norm of a shard's contribution")
     keep = slice(None, None, max(1, len(step) // POINTS))
-    axes.fill_between(step[keep], low[keep], high[keep], color=GREEN, alpha=0.18, lw=0, label="min to max")
+    axes.fill_between(step[keep], low[keep], high[keep], color=GREEN, alpha=0.28, lw=0, label="min to max")
     axes.plot(step[keep], middle[keep], color=GREEN, lw=1.3, label="median")
     _log_if_wide(axes, np.concatenate([low, high]))
     axes.legend(loc="upper right")

@@ -56,7 +56,7 @@ def build_card(run_dir: Path | str, stage: str, records: int | None = None) -> d
         "energy": _energy(spans),
         "money": {"cost": totals.figures["money"].to_json()},
         "lineage": _lineage(history, stage, start),
-        "attempts": [_attempt(span) for span in spans],
+        "attempts": [_attempt(span, history) for span in spans],
         "samples": _samples(history.records, stage),
         "checks": [{"name": c.name, "outcome": c.outcome, "says": c.says} for c in check_stage(history, stage, totals)],
         "digests": _last_start(spans, "digests", {}),
@@ -233,9 +233,10 @@ def _lineage(history: History, stage: str, start: StageStart) -> dict[str, Any]:
     return {"start": start.start, "parent": start.parent, "ancestors": ancestors, "flops_causal": figure.to_json()}
 
 
-def _attempt(span: Span) -> dict[str, Any]:
+def _attempt(span: Span, history: History) -> dict[str, Any]:
     attempt = span.attempt
-    end = attempt.end.reason if attempt.end else "killed, or still running"
+    silent = "made this card" if attempt is history.attempts[-1] else "killed"
+    end = attempt.end.reason if attempt.end else silent
     figures = account("", [span]).figures
     return {
         "attempt": attempt.number,

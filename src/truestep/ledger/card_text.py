@@ -134,7 +134,7 @@ def _model(card: dict[str, Any]) -> str:
         f"- architecture: {architecture}",
         f"- training: {steps} ({updates}), {shape}, precision {_or(model['precision'])}",
         f"- training loss at the end: {_show(training['final_loss'])}",
-        f"- weights: digest `{_or(model['digest'])}`, {_show(model['bytes'])}",
+        f"- weights: digest `{_or(model['digest'])}`, size {_show(model['bytes'])}",
     ]
     settings = "\n".join(f"{path} = {value}" for path, value in flat(card["stage"]["settings"]).items())
     shown = f"<details><summary>All settings</summary>\n\n{_quoted(settings)}\n\n</details>" if settings else ""

@@ -1,13 +1,15 @@
 """The life of a run out of its log: attempts, cut into spans of one stage each.
 
-Time before an attempt's first stage begins belongs to the stage that it prepared; an attempt that died before any stage
-began belongs to the stage that the next one began. So spans tile the wall time of every attempt.
+Time before a stage begins belongs to the stage that it prepared: from the attempt's start, or from the card of the
+stage before; an attempt that died before any stage began belongs to the stage that the next one began. What comes after
+the last card belongs to the last stage. So spans tile the wall time of every attempt.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from truestep.runlog.records import AttemptEnd, AttemptStart, Eval, Phase, Record, Save, Segment, StageStart, Step
+from truestep.runlog.records import AttemptEnd, AttemptStart, Card, Eval, Phase, Record, Save, StageStart, Step
 
 
 @dataclass
@@ -49,7 +51,6 @@ class Attempt:
     number: int
     begin_s: float
     end_s: float
-    host: str
     start: AttemptStart | None = None
     end: AttemptEnd | None = None
     spans: list[Span] = field(default_factory=list)
@@ -81,15 +82,12 @@ def collect(records: Iterable[Record]) -> History:
     for record in records:
         history.records.append(record)
         if not history.attempts or history.attempts[-1].number != record.attempt:
-            host = record.data.host if isinstance(record.data, Segment) else ""
-            history.attempts.append(Attempt(record.attempt, record.time_s, record.time_s, host))
+            history.attempts.append(Attempt(record.attempt, record.time_s, record.time_s))
         _take(history.attempts[-1], record, reached)
-    for attempt in history.attempts:
-        for span in attempt.spans:
-            span.end_s = max(span.end_s, span.begin_s)
-            if span.startup_s is None:
-                span.startup_s = max(0.0, span.wall_s - span.timed_s())
     _name_stageless(history)
+    for span in history.spans:
+        if span.startup_s is None:
+            span.startup_s = max(0.0, span.wall_s - span.timed_s())
     return history
 
 
@@ -123,14 +121,17 @@ def _take(attempt: Attempt, record: Record, reached: dict[str, int]) -> None:
         span.saves.append(data)
     elif isinstance(data, Phase):
         span.phases.append(data)
+    elif isinstance(data, Card):
+        attempt.spans.append(Span(attempt, None, record.time_s, record.time_s))
 
 
 def _name_stageless(history: History) -> None:
     following = None
     for span in reversed(history.spans):
-        if span.stage is None:
-            span.stage = following
-        following = span.stage
+        span.stage = following = span.stage or following
+    for before, span in pairwise(history.spans):
+        if span.stage is None and span.attempt is before.attempt:
+            span.stage, span.startup_s = before.stage, 0.0  # a leave-taking, no start-up
 
 
 def standing_steps(history: History, stage: str) -> list[Step]:

@@ -1,0 +1,71 @@
+"""Every benchmark runs at its tiny size and writes what it promises. The figures themselves say nothing here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+def run(script: str, out: Path, *arguments: str) -> dict:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(FOLDER / script), *arguments, "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_train(tmp_path):
+    asked = ("--smoke", "--threads", "1", "--only", "truestep", "plain")
+    check_train(run("train.py", tmp_path / "out.json", *asked), ["truestep", "plain"])
+
+
+@pytest.mark.slow
+def test_train_with_transformers(tmp_path):
+    pytest.importorskip("accelerate")
+    names = ["truestep", "trainer", "plain", "plain-hf"]
+    check_train(run("train.py", tmp_path / "out.json", "--smoke", "--threads", "1"), names)
+
+
+def check_train(result: dict, names: list[str]) -> None:
+    assert list(result["contenders"]) == names
+    assert result["loss_spread"] < 1e-3, "the contenders did not do the same work"
+    for name, figures in result["contenders"].items():
+        assert figures["tokens_per_s"] > 0 and figures["peak_bytes"] > 2**20 and len(figures["losses"]) == 2
+        assert figures["where_s_per_step"]["matrix products"] > 0
+        for key in ("speed_ratio", "cpu_ratio", "memory_ratio"):
+            assert (name in result[key]) == (name != "truestep")
+    assert result["machine"]["versions"]["torch"] and result["settings"]["shape"] == "tiny"
+
+
+def test_ceiling(tmp_path):
+    result = run("ceiling.py", tmp_path / "out.json", "--smoke")
+    assert set(result["threads"]) == {"1", "2"} and "multiply-add is 2 FLOP" in result["rule"]
+    for figures in result["threads"].values():
+        assert figures["share_of_peak"] > 0 and len(figures["shares"]) == 2
+
+
+def test_checkpoint(tmp_path):
+    result = run("checkpoint.py", tmp_path / "out.json", "--smoke", "--folder", str(tmp_path / "saves"))
+    assert set(result["ratio"]) >= {"stall", "async save", "save", "load", "load, CPU time"}
+    assert set(result["ratio"]["stall"]) == {"dcp", "dcp, kept buffers"} and set(result["ratio"]["load"]) == {"dcp"}
+    assert result["reshard"]["ranks"] == 4 and result["reshard"]["read_to_state"] >= 1
+    assert not list((tmp_path / "saves").iterdir())
+
+
+def test_loader(tmp_path):
+    result = run("loader.py", tmp_path / "out.json", "--smoke")
+    assert list(result["stores"]) == ["1 MB", "100 MB"]
+    for figures in result["stores"].values():
+        assert figures["rows_per_s"]["warm"] > 0 and figures["open_s"] > 0
+    assert result["large_to_small"]["anonymous_bytes_more"] < 64 * 2**20
+
+
+def test_gpu_train_dry(tmp_path):
+    result = run("gpu_train.py", tmp_path / "out.json", "--dry")
+    assert result["device"] == "CPU" and result["peak"] is None and result["best"]["mfu"] is None
+    assert result["best"] in result["tries"] and result["best"]["tokens_per_s"] > 0 and result["profile"]

@@ -114,6 +114,12 @@ def test_jsonl_plain_gzip_and_zstd(tmp_path):
     (tmp_path / "c.jsonl.zst").write_bytes(frames.compress(data[:55]) + frames.compress(data[55:]))
     (tmp_path / "ignored.csv").write_text("x")
     assert texts(section("jsonl", tmp_path)) == TEXTS * 3
+    (tmp_path / "rows.json").write_bytes(data)  # a name that folders would skip is taken when it is asked for
+    assert (
+        texts(section("jsonl", f"file://{tmp_path}/rows.json"))
+        == texts(section("jsonl", tmp_path / "rows.json"))
+        == TEXTS
+    )
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
         assert texts(section("jsonl", tmp_path / name)) == TEXTS
 
@@ -341,6 +347,13 @@ def test_a_source_of_ones_own_by_import_path_needs_one_method(tmp_path, monkeypa
         assert store.num_documents == 3 and store.num_bytes == 24
     assert "needs options.upto" in refused(section("my_corpus:Numbers", "x"), tmp_path / "out")
     assert "does not use 'down'" in refused(section("my_corpus:Numbers", "x", options={"upto": 1, "down": 2}), tmp_path)
+    (tmp_path / "my_gaps.py").write_text(
+        "from truestep.data.sources.base import Document\n"
+        "class Gaps:\n"
+        "    def documents(self):\n"
+        "        yield Document(None, None, 'row 5')\n"
+    )
+    assert "row 5: holds None, not text" in refused(section("my_gaps:Gaps"), tmp_path / "out")
     assert "has no 'Letters'" in refused(section("my_corpus:Letters"), tmp_path / "out")
 
 

@@ -9,8 +9,10 @@ from truestep.cli.arguments import Overrides, RecipePath
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Column
 
-    from truestep.data.inspect import Inspection
+    from truestep.data.build import Progress
+    from truestep.data.inspect import Inspection, Sample
 
 app = typer.Typer(help="Build token stores from text, and look into them.", no_args_is_help=True)
 
@@ -74,7 +76,7 @@ class _Bar:
         self._bars = Progress(*columns, console=console, transient=True)
         self._task = self._bars.add_task(name, total=None)
 
-    def update(self, progress) -> None:
+    def update(self, progress: "Progress") -> None:
         known = progress.bytes > 0
         done, total = (progress.bytes_done, progress.bytes) if known else (progress.shards_done, progress.shards)
         self._bars.update(self._task, completed=done, total=total)
@@ -132,7 +134,7 @@ def _flow(found: "Inspection") -> "RenderableType | None":
     return table
 
 
-def _right(title: str):
+def _right(title: str) -> "Column":
     from rich.table import Column
 
     return Column(title, justify="right")
@@ -158,7 +160,7 @@ def _common(found: "Inspection") -> "RenderableType":
     return table
 
 
-def _sample(sample) -> "RenderableType":
+def _sample(sample: "Sample") -> "RenderableType":
     from rich.panel import Panel
     from rich.text import Text
 

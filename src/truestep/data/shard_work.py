@@ -145,8 +145,10 @@ def _selected(
 
 
 def _utf8(document: Document) -> bytes:
+    if not isinstance(document.text, str):
+        raise DataError(f"{document.origin}: holds {document.text!r}, not text; repair it or drop it from the source.")
     try:
-        return (document.text or "").encode()
+        return document.text.encode()
     except UnicodeEncodeError as error:
         bad = f"U+{ord(error.object[error.start]):04X}"
         raise DataError(f"{document.origin}: character {error.start} is {bad}, half of a pair; repair it.") from None

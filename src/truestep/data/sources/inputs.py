@@ -75,7 +75,8 @@ class Inputs:
         DataError for a path with no file behind it."""
         found: dict[str, InputFile] = {}
         for path in self.paths:
-            files = [f for f in self._behind(path) if f.url == path or _wanted(f.name, include, exclude)]
+            named = path.removeprefix("file://")
+            files = [f for f in self._behind(path) if f.url == named or _wanted(f.name, include, exclude)]
             if not files:
                 what = f"include={list(include)}, exclude={list(exclude)}"
                 raise DataError(f"{path} holds no input file for {what}; correct the path or the patterns.")

@@ -38,6 +38,7 @@ class Corpora:
         names = stage_data(stage)
 
         def make() -> dict[str, str]:
+            began = time.perf_counter()
             tokenizer_dir = build_tokenizer(context.recipe, context.data_dir, context.progress.say)
             tokenizer = load_tokenizer(tokenizer_dir)
             fits(tokenizer)
@@ -45,6 +46,7 @@ class Corpora:
             for name in names:
                 paths[name] = str(build_store(context.recipe, name, tokenizer, context.data_dir, context.progress.say))
                 note_store(context, name, TokenStore.open(paths[name]))
+            context.note("phase", name="data build", seconds=time.perf_counter() - began, stage=stage.name)
             return paths
 
         paths = {name: Path(path) for name, path in context.job.agree(f"data/{stage.name}", make).items()}

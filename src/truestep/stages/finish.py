@@ -51,7 +51,8 @@ def finish(context: Context, stage: Stage, done: Finished) -> str:
             show_samples(context, stage, done)
         write_manifest(context, stage, done, digest, verdict)
         card = build_card(context.run_dir, stage.name)
-        write_card(directory, card)
+        sealed, where = write_card(directory, card), str(directory.relative_to(context.run_dir))
+        context.note("card", stage=stage.name, path=where, digest=sealed, records=card["log"]["records"])
         context.progress.say(f"{stage.name}: weights {digest}, model, card.md and card.json in {directory}")
         return "done" if verdict.promotes else "gate"
 
@@ -80,7 +81,9 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
         tokenizer_dir=done.corpora.tokenizer_dir,
         generation={"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": eod},
     )
-    context.note("model", stage=stage.name, path=str(directory.relative_to(context.run_dir)), digest=digest)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    place = str(directory.relative_to(context.run_dir))
+    context.note("model", stage=stage.name, path=place, digest=digest, bytes=size)
     return digest
 
 

@@ -1,5 +1,6 @@
 """The pretrain stage: text in, base model out. Read top to bottom."""
 
+import json
 import platform
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -89,6 +90,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         watcher=context.progress,
         evaluate=measure,
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
+        evaluate_data=stage.evaluate.data if stage.evaluate else None,
     )
     context.progress.begin(stage.name, state.step, state.steps)
     with prefetched:
@@ -108,6 +110,12 @@ class Start:
 
     directory: Path
     pinned: str
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of its weights, where the directory has a manifest of ours that says."""
+        file = self.directory / "manifest.json"
+        return json.loads(file.read_text()).get("weights") if file.exists() else None
 
 
 def starting_point(context: Context, stage: Stage) -> Start | None:
@@ -249,7 +257,7 @@ def say_start(
     start: Start | None,
 ) -> None:
     """Everything about the stage that its ledger and card are computed from."""
-    counts: dict[str, Any] = {} if section.module else asdict(section.counts())
+    counts = {} if section.module else asdict(section.counts()) | {"total": section.counts().total}
     peak_flops, peak_source = measure_peak(context, precision)
     known = not section.module
     context.note(
@@ -269,6 +277,7 @@ def say_start(
         peak_flops=peak_flops,
         peak_source=peak_source,
         start=start.pinned if start else "init",
+        parent=start.digest if start else None,
         data=[item.data for item in mixture(stage)],
         model=section.model_dump(mode="json"),
         settings={

@@ -50,6 +50,7 @@ class Loop:
     watcher: Watcher | None = None
     evaluate: Callable[[bool], HeldOut] | None = None
     evaluate_every: int = 0
+    evaluate_data: str | None = None
     failures: int = 0
     figures: HeldOut | None = None
     _saved_at: float = field(default_factory=time.monotonic)
@@ -92,6 +93,7 @@ class Loop:
                 "eval",
                 stage=self.stage,
                 step=self.state.step,
+                data=self.evaluate_data,
                 loss=self.figures.loss,
                 bits_per_byte=self.figures.bits_per_byte,
                 bytes=self.figures.num_bytes or None,

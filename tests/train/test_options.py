@@ -1,0 +1,124 @@
+"""Every option of the step has a parity row (the result is the same) and changes something that can be observed."""
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests import tiny
+from tests.dist import run_ranks
+from tests.train.test_step import assert_same, gradients_of, stepped
+from truestep.recipe.machine import Mesh
+from truestep.train.step import train_step
+
+
+class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often an operator ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function] = self.counts.get(function, 0) + 1
+        return function(*args, **(kwargs or {}))
+
+
+def counts(**options) -> dict:
+    training = tiny.state(tiny.job(), precision="float64", **options)
+    batch = tiny.rows()[0]
+    with Counter() as counter:
+        train_step(training, [batch], batch.num_targets, [])
+    return counter.counts
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_gives_the_same_gradient(mode):
+    batch = tiny.rows()[0]
+    plain, loss, norm = gradients_of([batch])
+    again, loss_again, norm_again = gradients_of([batch], activation_checkpointing=mode)
+    assert_same(plain, again, 1e-12)
+    assert (loss, norm) == pytest.approx((loss_again, norm_again), rel=1e-12)
+
+
+def test_full_checkpointing_redoes_products_and_selective_keeps_them():
+    silu = torch.ops.aten.silu.default
+    products = torch.ops.aten.mm.default
+    plain, full, selective = (counts(activation_checkpointing=m) for m in ("none", "full", "selective"))
+    assert full[silu] == selective[silu] == 2 * plain[silu]
+    assert full[products] > plain[products] == selective[products]
+
+
+def test_head_chunks_change_memory_and_no_number():
+    batch = tiny.rows()[0]
+    whole = tiny.state(tiny.job(), precision="float64", optim={"lr": 1e-2, "clip_norm": 0})
+    whole.loss = type(whole.loss)(z_loss=0.0, chunk_tokens=10_000)
+    a, loss, _ = stepped(whole, [batch])
+    b, loss_chunked, _ = gradients_of([batch])  # chunks of 7 tokens
+    assert_same(a, b, 1e-12)
+    assert loss == pytest.approx(loss_chunked, rel=1e-12)
+    softmax = torch.ops.aten._log_softmax.default
+    assert counts()[softmax] > 10
+
+
+def test_z_loss_adds_its_term_per_target():
+    batch = tiny.rows()[0]
+    training = tiny.state(tiny.job(), precision="float64", loss={"z_loss": 1e-2})
+    result = train_step(training, [batch], batch.num_targets, [])
+    plain = tiny.state(tiny.job(), precision="float64")
+    with torch.no_grad():
+        logits = plain.parallel.bare(batch.tokens_BT, batch.positions_BT, batch.documents_BT)
+    log_z = torch.logsumexp(logits[batch.labels_BT != -100], dim=-1)
+    without = train_step(plain, [batch], batch.num_targets, [])
+    assert result.loss - without.loss == pytest.approx(1e-2 * log_z.square().mean().item(), rel=1e-9)
+    assert result.metrics["nll"] == pytest.approx(without.loss, rel=1e-12)
+
+
+def test_clipping_scales_the_update_and_not_the_reported_norm():
+    batch = tiny.rows()[0]
+    results = {}
+    for limit in (0.0, 1e-3, 1e9):
+        training = tiny.state(tiny.job(), precision="float64", optim={"lr": 1e-2, "clip_norm": limit})
+        results[limit] = train_step(training, [batch], batch.num_targets, [])
+    norms = {result.grad_norm for result in results.values()}
+    assert len(norms) == 1
+    assert results[0.0].clip == results[1e9].clip == 1.0
+    assert results[1e-3].clip == pytest.approx(1e-3 / norms.pop(), rel=1e-9)
+
+
+def _resharding(rank, world, reshard):
+    training = tiny.state(
+        tiny.job(rank, world), precision="float64", reshard_after_forward=reshard, optim={"lr": 1e-2, "clip_norm": 0}
+    )
+    batch = tiny.rows()[0]
+    with CommDebugMode() as comm:
+        grads, _, _ = stepped(training, tiny.share(batch, rank, world, 6), batch.num_targets)
+    return grads, comm.get_total_counts()
+
+
+def test_resharding_gathers_again_and_changes_no_number():
+    freed, kept = run_ranks(_resharding, 2, True), run_ranks(_resharding, 2, False)
+    assert_same(freed[0][0], kept[0][0], 1e-12)
+    assert freed[0][1] > kept[0][1]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_replicate=2, dp_shard=1)], ids=["fsdp", "ddp"])
+def test_bfloat16_keeps_fp32_masters_and_reductions(mesh):
+    for dtype, found in run_ranks(_low_precision, 2, mesh):
+        assert dtype == "float32" and found == pytest.approx(gradients_of([tiny.rows()[0]], "float32")[2], rel=2e-2)
+
+
+def _low_precision(rank, world, mesh):
+    training = tiny.state(tiny.job(rank, world), precision="bfloat16", mesh=mesh)
+    batch = tiny.rows()[0]
+    result = train_step(training, tiny.share(batch, rank, world, 3), batch.num_targets, [])
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in training.parallel.bare.parameters()}
+    assert len(dtypes) == 1
+    return dtypes.pop(), result.grad_norm
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_gradient():
+    batch = tiny.rows()[0]
+    plain, _, _ = gradients_of([batch], "float32")
+    compiled, _, _ = gradients_of([batch], "float32", compile=True)
+    assert_same(plain, compiled, 1e-5)

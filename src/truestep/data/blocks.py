@@ -17,6 +17,7 @@ import xxhash
 from truestep.errors import DataError, StorageError
 
 CHECKSUMS, HEADER = "checksums.bin", "header.json"
+REMEDY = "remove its folder and build the data again"
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ class BlockReader:
         if xxhash.xxh3_64_intdigest(self.data[start : start + self.block_bytes].data) != int(self.sums[block]):
             raise DataError(
                 f"{self.path}: block {block} (bytes {start} to {min(start + self.block_bytes, len(self.data))}) does "
-                "not match its checksum, so the file was changed or damaged; build the data again"
+                f"not match its checksum, so the file was changed or damaged; {REMEDY}"
             )
 
 
@@ -163,7 +164,7 @@ def open_folder(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Bloc
     num_blocks = [-(-num_bytes // block_bytes) for _, num_bytes in files]
     sums = map_file(folder / CHECKSUMS, sum(num_blocks) * 8)
     if digest(sums.data) != header["checksums"]:
-        raise DataError(f"{folder / CHECKSUMS}: does not match the digest in {HEADER}; build the data again")
+        raise DataError(f"{folder / CHECKSUMS}: does not match the digest in {HEADER}; {REMEDY}")
     parts = np.split(sums.view("<u8"), np.cumsum(num_blocks)[:-1])
     readers = {name: BlockReader(folder / name, size, block_bytes, part) for (name, size), part in zip(files, parts)}
     return header, readers
@@ -177,11 +178,11 @@ def _read_header(folder: Path, kind: str) -> dict[str, Any]:
         what = f"has no readable {HEADER}, so was not finished" if folder.is_dir() else "does not exist"
         raise DataError(f"{folder}: {what} ({error.strerror}); build the data first") from None
     except ValueError:
-        raise DataError(f"{file}: is not JSON; build the data again") from None
+        raise DataError(f"{file}: is not JSON; {REMEDY}") from None
     if not isinstance(header, dict) or header.get("format") != kind:
-        raise DataError(f"{file}: is not the header of a {kind} folder; build the data again")
+        raise DataError(f"{file}: is not the header of a {kind} folder; {REMEDY}")
     if header.pop("digest", None) != digest(canonical(header)):
-        raise DataError(f"{file}: was changed or damaged (its digest does not match); build the data again")
+        raise DataError(f"{file}: was changed or damaged (its digest does not match); {REMEDY}")
     return header
 
 
@@ -190,10 +191,10 @@ def map_file(path: Path, num_bytes: int | None = None) -> np.ndarray:
     try:
         actual = path.stat().st_size
         if num_bytes is not None and actual != num_bytes:
-            raise DataError(f"{path}: has {actual} bytes where its header says {num_bytes}; build the data again")
+            raise DataError(f"{path}: has {actual} bytes where its header says {num_bytes}; {REMEDY}")
         if actual == 0:
             return np.empty(0, dtype=np.uint8)
         # A plain view: slicing numpy's memmap class costs a microsecond a time.
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path or build the data") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path, or {REMEDY}") from None

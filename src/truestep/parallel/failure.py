@@ -31,6 +31,7 @@ class FailureWatch:
 
     def __init__(self, store: dist.Store, rank: int, world: int):
         self._store, self._rank, self._world = store, rank, world
+        self._why = ""  # of another rank's failure, once this one has heard
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="failure-watch", daemon=True)
         self._thread.start()
@@ -46,6 +47,8 @@ class FailureWatch:
         self.stop()
         if not isinstance(error, Exception):
             return error  # someone asks this process to end; nothing has failed
+        if self._why:
+            return HeardError(self._why)
         try:
             return self._settled(error)
         except RuntimeError:
@@ -82,14 +85,14 @@ class FailureWatch:
         try:
             while not self._over.wait(max(POLL_S, self._world / RANKS_PER_S)):
                 if self._store.check([WHY]):
-                    self._end()
-                    return
+                    self._why = self._store.get(WHY).decode()
+                    self._store.set(f"{HEARD}/{self._rank}", "1")
+                    return self._end()
         except RuntimeError:
             return  # the store is gone, and so is rank 0: collectives break
 
     def _end(self) -> None:
         """End this process, unless it does so by itself. Nothing can be corrupted: only committed checkpoints count."""
-        self._store.set(f"{HEARD}/{self._rank}", "1")
         if not self._over.wait(GRACE_S):
             sys.stdout.flush()
             os._exit(2)

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # tries of several sizes leave no holes
 
 import torch
+import torch.nn.attention
 
 from truestep.factors.devices import device_peak
 from truestep.losses.cross_entropy import CrossEntropy
@@ -207,7 +209,8 @@ def tries(state: TrainState, batch: Batch, asked: argparse.Namespace, peak: floa
     big = f"head chunks of {BIG_CHUNK} tokens"
     attempt(big, lambda: set_loss(state, replace(loss, chunk_tokens=BIG_CHUNK)), lambda: set_loss(state, loss))
     if state.parallel.device.type == "cuda" and asked.documents == 1:
-        attempt("attention by cuDNN", lambda: flash(False), lambda: flash(True))
+        kernels = ExitStack()
+        attempt("attention by cuDNN", lambda: prefer_cudnn(kernels), lambda: stop_preferring(kernels))
     return found
 
 
@@ -215,11 +218,18 @@ def set_loss(state: TrainState, loss: CrossEntropy) -> None:
     state.loss = loss
 
 
-def flash(on: bool) -> None:
-    """Allow FlashAttention 2 or leave it out, so that the next best kernel (cuDNN's on Hopper) is taken; recompiles."""
+def prefer_cudnn(kernels: ExitStack) -> None:
+    """Take cuDNN's attention before the others (which one is first by itself depends on torch and cuDNN). Compiled code
+    has the choice built in, so it is compiled again."""
     torch._dynamo.reset()
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    torch.backends.cuda.enable_flash_sdp(on)
+    backend = torch.nn.attention.SDPBackend
+    order = [backend.CUDNN_ATTENTION, backend.FLASH_ATTENTION, backend.EFFICIENT_ATTENTION, backend.MATH]
+    kernels.enter_context(torch.nn.attention.sdpa_kernel(order, set_priority=True))
+
+
+def stop_preferring(kernels: ExitStack) -> None:
+    torch._dynamo.reset()
+    kernels.close()
 
 
 def profile(state: TrainState, batch: Batch, accumulate: int) -> list[dict[str, Any]]:

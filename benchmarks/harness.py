@@ -6,7 +6,6 @@ Import it before torch: threads that wait must sleep (OMP_WAIT_POLICY), or a bus
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -91,15 +90,20 @@ class Clock:
 
 
 def peak_bytes() -> int:
-    """Largest resident set that this process ever had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Largest resident set that this program ever had (getrusage's would count its parent's before the exec)."""
+    return _status()["VmHWM"]
+
+
+def _status() -> dict[str, int]:
+    """Sizes in /proc/self/status, in bytes."""
+    fields = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in fields if words[-1] == "kB"}
 
 
 def resident_bytes() -> dict[str, int]:
     """Resident memory now: `anonymous` is the process's own, `file` are mapped pages that the kernel may drop."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    size = lambda name: int(fields[name].split()[0]) * 1024  # noqa: E731
-    return {"anonymous": size("RssAnon"), "file": size("RssFile")}
+    sizes = _status()
+    return {"anonymous": sizes["RssAnon"], "file": sizes["RssFile"]}
 
 
 def machine() -> dict[str, Any]:

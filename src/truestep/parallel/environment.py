@@ -67,11 +67,15 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if value is None and default is not None:
         return default
     if value is None or not value.isdigit():
-        raise UserError(f"the environment variable {name} is {value!r}, which is no whole number; unset it or start with torchrun or srun")
+        raise UserError(
+            f"the environment variable {name} is {value!r}, which is no whole number; unset it or start with torchrun or srun"
+        )
     return int(value)
 
 
 def _checked(job: Place) -> Place:
     if not 0 <= job.rank < job.world:
-        raise UserError(f"the environment says rank {job.rank} of {job.world} processes; ranks run from 0 to {job.world - 1}")
+        raise UserError(
+            f"the environment says rank {job.rank} of {job.world} processes; ranks run from 0 to {job.world - 1}"
+        )
     return job

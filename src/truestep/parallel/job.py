@@ -30,7 +30,7 @@ class Job:
     device: torch.device
     launcher: str
     control: dist.ProcessGroup | None = None
-    store: dist.Store | None = None
+    store: Any = None  # torch.distributed.Store, whose type stub lacks clone()
     watch: FailureWatch | None = None
 
     @property
@@ -131,7 +131,7 @@ def join(place: Place | None, *, device: str, threads: int, timeout_s: float) ->
     store, rank, world = next(dist.rendezvous("env://", place.rank, place.world, timeout=timeout))
     store.set_timeout(timeout)
     kept = dist.PrefixStore("truestep", store)
-    watch = FailureWatch(kept.clone(), rank, world)
+    watch = FailureWatch(kept.clone(), rank, world)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         chosen = choose_device(device, place.local_rank)
     except UserError as error:
@@ -146,4 +146,5 @@ def join(place: Place | None, *, device: str, threads: int, timeout_s: float) ->
         device_id=chosen if chosen.type == "cuda" else None,
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)
     return Job(rank, world, place.local_rank, place.local_world, chosen, place.launcher, control, kept, watch)

@@ -4,6 +4,8 @@ Under FSDP2 it is read off the buffer that enters the reduce-scatter; elsewhere 
 makes it (before it is added to `.grad`). Sums of squares stay on the device until `take` is called once a step.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,7 +50,7 @@ class ProbedReduceScatter(ReduceScatter):
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op: bool = False):
+    def __call__(self, output_tensor, input_tensor, group, op: Any, async_op: bool = False):
         self._probe.add(input_tensor)
         return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 

@@ -60,9 +60,9 @@ class Machine(Section):
     compile: bool = field(False, help="torch.compile every block", digest="bits")
     reshard_after_forward: bool = field(True, help="FSDP2: free gathered weights after the forward pass", digest="bits")
     head_chunk_tokens: int = field(
-        1024,
-        help="tokens at a time in the fused head and cross-entropy; the full logits are never held",
-        gt=0,
+        0,
+        help="tokens at a time in the fused head and cross-entropy, whose full logits are never held; 0 means 512 on a CPU and 8192 on a GPU",
+        ge=0,
         digest="bits",
     )
     timeout: Seconds = field("10m", help="how long a collective may wait")

@@ -10,6 +10,7 @@ from torch import nn
 
 from truestep.imports import is_import_path
 from truestep.losses.base import open_loss
+from truestep.numerics.precision import DTYPES
 from truestep.optim.build import build_optimizer
 from truestep.optim.scaler import LossScaler
 from truestep.parallel.apply import Parallel, parallelize
@@ -19,7 +20,9 @@ from truestep.recipe.machine import Machine
 from truestep.recipe.stage import Stage
 from truestep.train.state import TrainState
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+HEAD_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Each chunk adds a product into the whole weight gradient: few and large ones on a GPU; on a CPU time hardly depends
+on the size and memory does."""
 
 
 def build(
@@ -49,7 +52,8 @@ def build(
         compile_blocks=machine.compile,
         reshard_after_forward=machine.reshard_after_forward,
     )
-    return assemble(stage, parallel, job=job, head_chunk_tokens=machine.head_chunk_tokens, seed=seed, steps=steps)
+    chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
+    return assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
 
 
 def assemble(

@@ -1,5 +1,6 @@
 """The command line. Nothing heavy is imported here; every verb imports what it needs when it runs."""
 
+import os
 import sys
 
 import typer
@@ -22,6 +23,7 @@ def main() -> None:
     from truestep.cli.verbs import WorkerFailed
 
     register.verbs(app)
+    sys.path.append(os.getcwd())  # code of the user's own is found here however truestep was started
     try:
         app()
     except WorkerFailed as error:

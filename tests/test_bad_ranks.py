@@ -11,7 +11,9 @@ from tests import small_run
 from tests.dist import run_job
 from tests.refusals import BEGUN, TOKENIZER, files, holds_only, last_word, truestep, write_recipe
 from tests.stages.test_run import stop_after
+from truestep.cli import verbs
 from truestep.cli.main import main
+from truestep.errors import DataError
 from truestep.train import loop
 
 
@@ -35,8 +37,6 @@ def _main(rank: int, world: int, file: str, output: str, sabotage: str = "") -> 
 
 def _spoil(rank: int, victim: int) -> None:
     """Only the rank `victim` meets bad data, in its third step; the others are in a collective by then."""
-    from truestep.errors import DataError
-
     real = loop.train_step
 
     def stepping(state, *arguments):
@@ -115,8 +115,6 @@ def test_no_checkpoint_left(tmp_path, monkeypatch):
 
 
 def _stopped(rank: int, world: int, body: dict) -> None:
-    from truestep.cli import verbs
-
     stop_after(pytest.MonkeyPatch(), 6)
     verbs.run(body)
 

@@ -14,6 +14,7 @@ from tests.refusals import BEGUN, TOKENIZER, files, holds_only, last_word, trues
 from tests.stages.test_run import stop_after
 from truestep.checkpoint.catalogue import list_committed
 from truestep.checkpoint.verify import verify as verify_checkpoint
+from truestep.cli import verbs
 from truestep.runlog.log import read
 from truestep.runlog.log import verify as verify_log
 from truestep.storage.local import LocalStore
@@ -239,8 +240,6 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopped")
     file, patch = write_recipe(folder, small_run.recipe(folder)), pytest.MonkeyPatch()
     stop_after(patch, 8)
-    from truestep.cli import verbs
-
     assert verbs.run(file).reason == "stopped"
     patch.undo()
     return folder

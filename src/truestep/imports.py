@@ -1,6 +1,7 @@
 """Objects of the user's own package, found by import path "package.module:name". Torch-free by itself."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from truestep.errors import UserError
@@ -9,6 +10,12 @@ from truestep.errors import UserError
 def is_import_path(text: str) -> bool:
     """A kind with a colon names an object of the user's own; anything else is a name in one of our registries."""
     return ":" in text
+
+
+def source_code(path: str) -> bytes:
+    """The file of the module at "package.module:name", which changes when the code does; empty where there is none."""
+    file = importlib.import_module(path.partition(":")[0]).__file__
+    return Path(file).read_bytes() if file else b""
 
 
 def load_object(path: str, kind: str) -> Any:

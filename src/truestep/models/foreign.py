@@ -81,6 +81,7 @@ class ForeignModel(nn.Module):
         logits_BTV = out if isinstance(out, torch.Tensor) else getattr(out, "logits", None)
         loss = None if isinstance(out, torch.Tensor) else getattr(out, "loss", None)
         if logits_BTV is not None:
+            self._check_shape(logits_BTV, tokens_BT)
             if loss is not None and kept_BT is not None:
                 self._check(logits_BTV.detach(), loss.detach(), kept_BT)
             result = Logits(logits_BTV)
@@ -88,6 +89,14 @@ class ForeignModel(nn.Module):
         if loss is None or labels_BT is None or head is None:
             raise ModelError(self._no_output(out))
         return head(OwnLoss(loss * (labels_BT != IGNORE).sum()))
+
+    def _check_shape(self, logits_BTV: torch.Tensor, tokens_BT: torch.Tensor) -> None:
+        shape, vocab_size = tuple(logits_BTV.shape), self.section.vocab_size
+        if len(shape) != 3 or shape[:2] != tuple(tokens_BT.shape) or shape[2] < vocab_size:
+            raise ModelError(
+                f"{self.section.module} returns logits of shape {shape} for tokens of shape {tuple(tokens_BT.shape)}; "
+                f"return (rows, tokens, vocabulary), with a vocabulary of at least {vocab_size}."
+            )
 
     def _check(self, logits_BTV: torch.Tensor, loss: torch.Tensor, labels_BT: torch.Tensor) -> None:
         """Once; from then on labels are withheld where they may be, so that no loss is computed for nothing."""

@@ -13,6 +13,7 @@ from truestep.data.sample import make_tokenizer
 from truestep.data.store import TokenStore
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
+from truestep.imports import is_import_path, source_code
 from truestep.recipe.data import DataSection, MixtureItem
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
@@ -140,7 +141,8 @@ def note_store(context: Context, name: str, store: TokenStore) -> None:
 
 def _content(section: DataSection) -> dict:
     """What decides a store's content, how it is reached and packed left out."""
-    return section.model_dump(mode="json", exclude={"storage_options", "packing", "too_long"})
+    fields = section.model_dump(mode="json", exclude={"storage_options", "packing", "too_long"})
+    return fields | ({"code": digest(source_code(section.source))} if is_import_path(section.source) else {})
 
 
 def _dropped(report: dict) -> dict[str, int]:

@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from truestep.errors import DataError
+
 
 @dataclass(frozen=True)
 class Document:
@@ -17,6 +19,7 @@ class Document:
     origin: str
 
 
+@runtime_checkable
 class Source(Protocol):
     """The smallest source: the documents, in the same order every time. Enough for a source of your own."""
 
@@ -63,4 +66,10 @@ class WholeSource:
         return [self]
 
     def documents(self) -> Iterator[Document]:
-        return self.source.documents()
+        for number, document in enumerate(self.source.documents()):
+            if not isinstance(document, Document):
+                raise DataError(
+                    f"source {self.name!r} gave a {type(document).__name__} as document {number}; "
+                    f"give a truestep.data.sources.base.Document."
+                )
+            yield document

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from truestep.data.sources.base import Document, ShardedSource, WholeSource
+from truestep.data.sources.base import Document, ShardedSource, Source, WholeSource
 from truestep.data.sources.inputs import Inputs
 from truestep.errors import DataError
 from truestep.imports import is_import_path, load_object
@@ -42,7 +42,11 @@ def open_source(section: DataSection, cache: Path) -> ShardedSource:
         paths = [path] if isinstance(path, str) else path
         path = Inputs(tuple(paths), dict(section.storage_options), cache)
     source = factory(**_arguments(section, factory, path, cache))
-    return source if isinstance(source, ShardedSource) else WholeSource(source, section.source)
+    if isinstance(source, ShardedSource):
+        return source
+    if not isinstance(source, Source):
+        raise DataError(f"source {section.source!r} lacks documents(); see truestep.data.sources.base.Source.")
+    return WholeSource(source, section.source)
 
 
 def read(source: ShardedSource) -> Iterator[Document]:

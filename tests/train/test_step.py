@@ -201,6 +201,6 @@ def test_c23_overflow_under_fp16_skips_the_update_and_not_the_data():
     assert second.grad_norm == pytest.approx(exact, rel=2e-2)  # unscaled: not 256 times as large
 
 
-def test_streams_of_ranks_and_steps_are_unlike():
+def test_c47_streams_of_ranks_and_steps_are_unlike():
     seeds = {stream(seed, step, rank) for seed in range(3) for step in range(20) for rank in range(20)}
     assert len(seeds) == 3 * 20 * 20

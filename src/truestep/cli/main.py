@@ -23,6 +23,8 @@ def main() -> None:
     from truestep.cli.verbs import WorkerFailed
 
     register.verbs(app)
+    # A spinning OpenMP barrier takes several times as long as the work when a neighbour wants the core.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.path.append(os.getcwd())  # code of the user's own is found here however truestep was started
     try:
         app()

@@ -46,7 +46,8 @@ def table(now: "Status"):
 def _rows(now: "Status") -> list[tuple[str, str]]:
     from truestep.ledger.words import count, duration
 
-    rows = [("attempt", f"{now.attempt}" + ("" if now.world is None else f", {now.world} processes"))]
+    ranks = "" if now.world is None else ", 1 process" if now.world == 1 else f", {now.world} processes"
+    rows = [("attempt", f"{now.attempt}{ranks}")]
     if now.stage is not None:
         place = f" ({now.stages.index(now.stage) + 1} of {len(now.stages)})" if now.stage in now.stages else ""
         rows.append(("stage", now.stage + place))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truestep.elastic.devices import ranks_here, visible_gpus
 from truestep.elastic.launch import die_with_launcher, launch
 from truestep.errors import UserError
 from truestep.parallel.environment import place
@@ -46,8 +47,11 @@ def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
     here = place(os.environ)
     die_with_launcher()
     command = os.environ.get("TRUESTEP_COMMAND") or _command(recipe)
-    if here is None and resolved.machine.processes > 1:
-        _launch(resolved, command)
+    ranks = ranks_here(resolved.machine.processes, resolved.machine.device, visible_gpus(os.environ))
+    if here is None and ranks < resolved.machine.processes:
+        print(f"machine.processes is {resolved.machine.processes}, this machine has GPUs: {ranks}; one process a GPU")
+    if here is None and ranks > 1:
+        _launch(resolved, command, ranks)
     else:
         from truestep.stages.run import carry_out
 
@@ -124,7 +128,7 @@ def _command(recipe: RecipeLike) -> str:
     return f"truestep run {recipe}" if isinstance(recipe, str | os.PathLike) else "truestep.run(...) again"
 
 
-def _launch(recipe: Recipe, command: str) -> None:
+def _launch(recipe: Recipe, command: str, ranks: int) -> None:
     """Start the ranks with the resolved recipe, in a file beside the run's directory."""
     directory = _directory(recipe)
     file = directory.parent / f".{directory.name}.recipe.toml"
@@ -136,7 +140,7 @@ def _launch(recipe: Recipe, command: str) -> None:
             f"run.dir {str(directory.parent)!r} cannot be written ({error.strerror}); choose another folder"
         ) from None
     variables = {"TRUESTEP_COMMAND": command, "TRUESTEP_LAUNCHED": str(time.time())}
-    code = launch([sys.executable, "-m", "truestep", "run", str(file)], recipe.machine.processes, variables)
+    code = launch([sys.executable, "-m", "truestep", "run", str(file)], ranks, variables)
     if code not in (0, 1):
         raise WorkerFailed(code)
 
@@ -147,4 +151,6 @@ class WorkerFailed(UserError):
     def __init__(self, code: int):
         self.code = code
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        super().__init__(f"a rank {how}; what it said stands above; the same command goes on from the newest checkpoint")
+        super().__init__(
+            f"a rank {how}; what it said stands above; the same command goes on from the newest checkpoint"
+        )

@@ -78,9 +78,7 @@ def die_with_launcher() -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-def _start(
-    command: list[str], rank: int, world: int, shared: Mapping[str, str], lifeline: int
-) -> subprocess.Popen:
+def _start(command: list[str], rank: int, world: int, shared: Mapping[str, str], lifeline: int) -> subprocess.Popen:
     mine = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

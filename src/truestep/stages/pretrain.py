@@ -64,6 +64,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     checkpointer = open_checkpoints(context, stage)
     resume(context, stage, state, loader, checkpointer)
     say_start(context, stage, state, section, schedule, precision, start)
+    say_idle(context, stage, schedule)
     if start and measure and state.parent is None:
         state.parent = asdict(measure(True))
 
@@ -292,4 +293,15 @@ def say_start(
         context.progress.say(
             f"{stage.name}: {group['group']}: {group['elements']:,} elements in {group['tensors']} tensors, "
             f"{group['method']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
+        )
+
+
+def say_idle(context: Context, stage: Stage, schedule: BatchSchedule) -> None:
+    """Ranks without a microbatch of their own compute on padding: right, and a waste that somebody should know of."""
+    rows, world = context.recipe.machine.microbatch_rows, context.job.world
+    fewest = min(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)) // rows
+    if fewest < world:
+        context.progress.say(
+            f"[yellow]{stage.name}: a step has {fewest} microbatches for {world} processes, so {world - fewest} of them "
+            f"work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
         )

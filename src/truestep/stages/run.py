@@ -104,7 +104,8 @@ def _say_start(context: Context, launched: float) -> None:
         grid_region=ledger.grid_region,
     )
     held = ", ".join(f"{count} x {name}" for name, count in devices.items())
-    context.progress.say(f"run {recipe.run.name}, attempt {context.attempt}: {job.world} processes on {held}")
+    ranks = "1 process" if job.world == 1 else f"{job.world} processes"
+    context.progress.say(f"run {recipe.run.name}, attempt {context.attempt}: {ranks} on {held}")
 
 
 def _devices(job: Job) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tests.stages.test_run import stop_after
 from truestep.cli import verbs
 from truestep.cli.main import main
 from truestep.errors import DataError
+from truestep.parallel import failure
+from truestep.runlog.log import verify
 from truestep.train import loop
 
 
@@ -24,7 +27,7 @@ def _main(rank: int, world: int, file: str, output: str, sabotage: str = "") -> 
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     sys.argv = ["truestep", "run", file]
     if sabotage:
-        _spoil(rank, int(sabotage))
+        _spoil(rank, int(sabotage[-1]), stuck=sabotage.startswith("stuck"))
     try:
         main()
         code = 0
@@ -35,13 +38,17 @@ def _main(rank: int, world: int, file: str, output: str, sabotage: str = "") -> 
     return code
 
 
-def _spoil(rank: int, victim: int) -> None:
-    """Only the rank `victim` meets bad data, in its third step; the others are in a collective by then."""
+def _spoil(rank: int, victim: int, stuck: bool) -> None:
+    """Only the rank `victim` meets bad data, in its third step; the others are in a collective by then, or stuck as
+    one of NCCL's leaves them."""
+    failure.GRACE_S = 0.2
     real = loop.train_step
 
     def stepping(state, *arguments):
         if rank == victim and state.step == 2:
             raise DataError(f"only rank {victim} saw this; look at it")
+        if stuck and state.step == 2:
+            threading.Event().wait()
         return real(state, *arguments)
 
     loop.train_step = stepping
@@ -93,6 +100,20 @@ def test_what_one_rank_alone_meets_in_training(victim, tmp_path):
         assert last_word(tmp_path / "runs" / "small") == "only rank 1 saw this; look at it"
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_stuck_ends_when_another_fails(victim, tmp_path):
+    file = write_recipe(tmp_path, small_run.recipe(tmp_path))
+    with pytest.raises(RuntimeError, match=f"rank {1 - victim} of 2 died without a word"):
+        run_job(_main, 2, str(file), str(tmp_path / "said"), f"stuck{victim}")
+    assert (tmp_path / f"said-{1 - victim}.err").read_text() == ""
+    assert verify(tmp_path / "runs" / "small").records
+
+
+def test_run_directory_below_a_file(tmp_path):
+    (tmp_path / "runs").write_text("no folder")
+    refused_once(tmp_path, write_recipe(tmp_path, small_run.recipe(tmp_path)), "runs/small cannot be written")
+
+
 def test_damaged_token_store(tmp_path, capsys):
     file = write_recipe(tmp_path, small_run.recipe(tmp_path))
     assert truestep(capsys, "data", "build", file).code == 0
@@ -128,4 +149,4 @@ def test_real_launcher_says_it_once(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     sentence = "truestep: /no/such/file does not exist; correct `path` of the data section.\n"
     assert (ended.returncode, ended.stderr) == (2, sentence)
-    holds_only(tmp_path / "runs", [*BEGUN, *TOKENIZER, ".small.recipe.toml"])
+    holds_only(tmp_path / "runs", [*BEGUN, *TOKENIZER])

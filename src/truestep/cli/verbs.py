@@ -1,7 +1,7 @@
 """The verbs as Python functions, usable from a script or a notebook: `truestep.run(recipe)` and friends.
 
-Every one takes a recipe as a path, as a mapping, or as a Recipe, with overrides as on the command line; bad input raises
-UserError. Torch is imported only by what trains or generates.
+Every one takes a recipe as a path, as a mapping, or as a Recipe, with overrides as on the command line; bad input
+raises UserError. Torch is imported only by what trains or generates.
 """
 
 import os
@@ -94,7 +94,7 @@ def build_data(recipe: RecipeLike, overrides: Sequence[str] = ()) -> dict[str, P
 
 def export(source: str | os.PathLike[str], target: str | os.PathLike[str], **options: Any) -> Path:
     """Write a model directory, a hub model, or the newest checkpoint of a run as a new Hugging Face directory. Options
-    are those of `truestep export`: dtype, shard_size, stage, module, cache."""
+    are those of `truestep export`: dtype, shard_size, stage, module, like, cache."""
     from truestep.cli.export import export as write
 
     write(str(source), Path(target), **options)
@@ -129,18 +129,26 @@ def _command(recipe: RecipeLike) -> str:
 
 
 def _launch(recipe: Recipe, command: str, ranks: int) -> None:
-    """Start the ranks with the resolved recipe, in a file beside the run's directory."""
+    """Start the ranks with the resolved recipe, in a file beside the run's directory for as long as they run."""
     directory = _directory(recipe)
-    file = directory.parent / f".{directory.name}.recipe.toml"
+    folder = directory.parent
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    file = folder / f".{directory.name}.recipe.toml"
+    variables = {"TRUESTEP_COMMAND": command, "TRUESTEP_LAUNCHED": str(time.time())}
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         file.write_text(dump(recipe))
+        code = launch([sys.executable, "-m", "truestep", "run", str(file)], ranks, variables)
     except OSError as error:
         raise UserError(
-            f"run.dir {str(directory.parent)!r} cannot be written ({error.strerror}); choose another folder"
+            f"run.dir {str(folder)!r} cannot be written ({error.strerror}); choose another folder"
         ) from None
-    variables = {"TRUESTEP_COMMAND": command, "TRUESTEP_LAUNCHED": str(time.time())}
-    code = launch([sys.executable, "-m", "truestep", "run", str(file)], ranks, variables)
+    finally:
+        if file.is_file():
+            file.unlink()
+        for path in made:
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
     if code not in (0, 1):
         raise WorkerFailed(code)
 

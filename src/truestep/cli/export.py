@@ -18,7 +18,18 @@ class Dtype(StrEnum):
     float64 = "float64"
 
 
-Source = Annotated[str, typer.Argument(help="a model directory, a hub id org/name@revision, or the directory of a run")]
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="a model directory, a hub id org/name@revision, the directory of a run, or (with --like) a plain DCP checkpoint"
+    ),
+]
+Like = Annotated[
+    Path | None,
+    typer.Option(
+        "--like", help="for a DCP checkpoint: a model directory with its config and tokenizer", metavar="MODEL"
+    ),
+]
 Target = Annotated[Path, typer.Argument(help="the directory to make; nothing is overwritten")]
 Wanted = Annotated[Dtype | None, typer.Option("--dtype", help="cast the weights; by default they stay as they are")]
 ShardSize = Annotated[str, typer.Option("--shard-size", help="largest size of a weights file", metavar="BYTES")]
@@ -35,6 +46,7 @@ def export(
     shard_size: ShardSize = "4GiB",
     stage: StageName = None,
     module: Module = None,
+    like: Like = None,
     cache: Cache = Path("~/.cache/truestep"),
 ) -> None:
     """Write SOURCE to TARGET in Hugging Face layout: weights, configuration, tokenizer, generation settings.
@@ -49,6 +61,7 @@ def export(
     from truestep.models.hub import fetch, is_hub_id
     from truestep.models.load import load_model, tensors_of
     from truestep.recipe.units import parse_bytes
+    from truestep.stages.from_dcp import is_dcp, model_from_dcp
 
     try:
         shard_bytes = parse_bytes(shard_size)
@@ -70,6 +83,17 @@ def export(
         )
         print(f"wrote step {found.step} of stage {found.stage} to {target}")
         return
+    if is_dcp(Path(source)):
+        if like is None:
+            raise UserError(
+                f"{source} is a plain DCP checkpoint, which has no config; name a model directory with --like"
+            )
+        model, section = model_from_dcp(Path(source), like)
+        save_hf(target, tensors_of(model), section, tokenizer_dir=like, generation=read_generation(like), **options)
+        print(f"wrote the model of {source} to {target}")
+        return
+    if like is not None:
+        raise UserError(f"--like is for a plain DCP checkpoint, and {source} is none; leave it out")
     if stage is not None:
         raise UserError(f"--stage names a stage of a run, but {source} is no run directory; leave it out")
     hub = fetch(source, cache.expanduser() / "hub") if is_hub_id(source) else None

@@ -5,7 +5,28 @@ from typing import Any
 
 import numpy as np
 
-WORDS = "the model reads a row of text and the loss of each step is a sum over targets divided once".split()
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "row",
+    "of",
+    "text",
+    "and",
+    "the",
+    "loss",
+    "of",
+    "each",
+    "step",
+    "is",
+    "a",
+    "sum",
+    "over",
+    "targets",
+    "divided",
+    "once",
+]
 
 
 def write_text(folder: Path, documents: int = 30, seed: int = 0) -> Path:

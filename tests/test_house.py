@@ -1,4 +1,4 @@
-"""The house: an import points only to a lower floor, parts on one floor do not import each other, some parts do without torch."""
+"""The house: imports point to lower floors, parts on one floor do not import each other, some do without torch."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Real processes: the launcher, torchrun with two agents, Ctrl-C, and kill -9. These import torch anew, so they are few."""
+"""Real processes: the launcher, torchrun with two agents, Ctrl-C, kill -9. They import torch anew, so they are few."""
 
 import json
 import os

@@ -15,7 +15,9 @@ def test_a_stated_bound(loss, outcome):
     assert decide(BOUND, {"loss": loss}, None).outcome == outcome
 
 
-@pytest.mark.parametrize("figures", [{}, {"loss": None}, {"loss": math.nan}, {"loss": math.inf}, {"bits_per_byte": 1.0}])
+@pytest.mark.parametrize(
+    "figures", [{}, {"loss": None}, {"loss": math.nan}, {"loss": math.inf}, {"bits_per_byte": 1.0}]
+)
 def test_c79_missing_or_nan_never_passes(figures):
     verdict = decide(BOUND, figures, None)
     assert verdict.outcome == "fail" and not verdict.promotes and verdict.reasons

@@ -8,7 +8,9 @@ from truestep.parallel.environment import Place, first_host, place, rendezvous_v
 
 def test_alone():
     assert place({}) is None
-    assert place({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # sbatch's own script: no step
+    assert (
+        place({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+    )  # sbatch's own script: no step
 
 
 def test_torchrun():

@@ -15,7 +15,7 @@ from truestep.models.load import load_model
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory) -> tuple[LlamaForCausalLM, Path, Path]:
-    """Their model, a DCP directory with it and other things under a prefix, and a directory of the same architecture."""
+    """Their model, a DCP directory with it under a prefix, and a model directory of the same architecture."""
     folder = tmp_path_factory.mktemp("dcp")
     sizes = {"vocab_size": 65, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)

@@ -64,7 +64,8 @@ def test_a_run_leaves_model_card_log_and_report(undisturbed):
         assert kind in kinds, kind
     assert kinds.count("step") == 20 and kinds.count("eval") == 3
     assert manifest(run_dir)["gate"]["verdict"] == "pass"
-    assert list(losses(run_dir).values())[-1] < list(losses(run_dir).values())[0]
+    by_step = losses(run_dir)
+    assert by_step[20] < by_step[1]
 
 
 def test_every_shard_logs_every_microbatch(undisturbed):
@@ -266,3 +267,15 @@ def test_batch_ramp_reads_every_row_once(tmp_path):
     alone = small_run.recipe(tmp_path, name="flat", tokens=22 * 12 * 32)
     flat = [r.data.targets for r in read(verbs.run(alone).directory) if r.kind == "step"]
     assert sum(s.targets for s in steps) == sum(flat)  # the same 22 x 12 rows
+
+
+def test_edited_input_reaches_a_new_run_and_not_one_that_has_begun(tmp_path):
+    body = small_run.recipe(tmp_path, name="begun")
+    assert _stopped(0, 1, body, 6) == "stopped"
+    before = [r.data.fingerprint for r in read(tmp_path / "runs" / "begun") if r.kind == "data"]
+    file = tmp_path / "text" / "000.txt"
+    file.write_text(file.read_text().upper())  # the same size and another text
+    assert verbs.run(body).reason == "finished"
+    assert [r.data.fingerprint for r in read(tmp_path / "runs" / "begun") if r.kind == "data"] == before
+    fresh = verbs.run(small_run.recipe(tmp_path, name="fresh"))
+    assert [r.data.fingerprint for r in read(fresh.directory) if r.kind == "data"] != before

@@ -21,7 +21,7 @@ class Dtype(StrEnum):
 Source = Annotated[
     str,
     typer.Argument(
-        help="a model directory, a hub id org/name@revision, the directory of a run, or (with --like) a plain DCP checkpoint"
+        help="a model directory, a hub id org/name@revision, a run's directory, or (with --like) a plain DCP checkpoint"
     ),
 ]
 Like = Annotated[

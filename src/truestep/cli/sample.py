@@ -11,9 +11,7 @@ Model = Annotated[Path, typer.Argument(help="a model directory, as a run or `exp
 Prompts = Annotated[list[str], typer.Argument(help="texts to complete", metavar="PROMPT...")]
 Length = Annotated[int, typer.Option("--max-new-tokens", help="longest completion", min=1)]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token each time", min=0.0)]
-TopP = Annotated[
-    float, typer.Option("--top-p", help="draw from the likeliest tokens of this share", min=0, max=1)
-]
+TopP = Annotated[float, typer.Option("--top-p", help="draw from the likeliest tokens of this share", min=0, max=1)]
 Seed = Annotated[int, typer.Option("--seed", help="another seed draws other completions", min=0)]
 Device = Annotated[str, typer.Option("--device", help="auto (a GPU where there is one), cpu or cuda")]
 

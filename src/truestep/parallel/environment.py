@@ -68,7 +68,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         return default
     if value is None or not value.isdigit():
         raise UserError(
-            f"the environment variable {name} is {value!r}, which is no whole number; unset it or start with torchrun or srun"
+            f"the environment variable {name} is {value!r}, which is no whole number; "
+            f"unset it, or start with torchrun or srun"
         )
     return int(value)
 

@@ -100,12 +100,14 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UserError(
-            'machine.device is "cuda", but torch sees no CUDA device here; set it to "cpu" or install a CUDA build of torch'
+            'machine.device is "cuda", but torch sees no CUDA device here; '
+            'set it to "cpu", or install a CUDA build of torch'
         )
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(
-            f"this host has {count} GPUs but runs local rank {local_rank}; start at most {count} processes a host (machine.processes)"
+            f"this host has {count} GPUs but runs local rank {local_rank}; "
+            f"start at most {count} processes a host (machine.processes)"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ class Degrees:
 
 
 def resolve(mesh: Mesh, world: int) -> Degrees:
-    """Fill in the "auto" degree. Raises UserError naming the nearest mesh that fits where the degrees do not multiply."""
+    """Fill in the "auto" degree. Raises UserError naming the nearest mesh where the degrees do not multiply."""
     asked = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     fixed = 1
     for degree in asked.values():

@@ -1,4 +1,4 @@
-"""The norm of what this rank contributes to each gradient reduction, microbatch by microbatch, taken before the reduction.
+"""The norm of what this rank contributes to each gradient reduction, a microbatch at a time, before the reduction.
 
 Under FSDP2 it is read off the buffer that enters the reduce-scatter; elsewhere off each leaf's gradient as autograd
 makes it (before it is added to `.grad`). Sums of squares stay on the device until `take` is called once a step.
@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-
 
 # torch 2.13 renames the collective and warns of the old name; 2.11 has only that.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,7 +41,7 @@ class NormProbe:
 
 
 class ProbedReduceScatter(ReduceScatter):
-    """FSDP2's default reduce-scatter, with its input's norm noted. The padding of uneven shards is zero and adds nothing."""
+    """FSDP2's default reduce-scatter, with its input's norm noted (the padding of uneven shards is zero)."""
 
     def __init__(self, probe: NormProbe):
         self._probe = probe

@@ -61,7 +61,8 @@ class Machine(Section):
     reshard_after_forward: bool = field(True, help="FSDP2: free gathered weights after the forward pass", digest="bits")
     head_chunk_tokens: int = field(
         0,
-        help="tokens at a time in the fused head and cross-entropy, whose full logits are never held; 0 means 512 on a CPU and 8192 on a GPU",
+        help="tokens at a time in the fused head and cross-entropy, whose full logits are never held; "
+        "0 means 512 on a CPU and 8192 on a GPU",
         ge=0,
         digest="bits",
     )

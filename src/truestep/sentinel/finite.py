@@ -15,7 +15,7 @@ class Verdict(StrEnum):
 def judge(loss: float, grad_norm: float, *, scaled: bool) -> Verdict:
     """GO where both numbers are finite. With fp16 loss scaling an overflow of the gradients alone is expected: SKIP.
 
-    Anything else non-finite is HALT: an update would poison every weight, and the reason lies in data, code or hardware.
+    Anything else non-finite is HALT: an update would poison every weight, and the reason lies in data, code or chips.
     Both numbers are global, so every rank comes to the same verdict.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):

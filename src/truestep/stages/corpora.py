@@ -1,26 +1,30 @@
-"""From [tokenizer] and [data.*] to token stores that every rank can open: built once by rank 0, named by their content."""
+"""From [tokenizer] and [data.*] to token stores that every rank can open: built once by rank 0, named by content."""
 
+import json
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from truestep.data.blocks import canonical, digest
+from truestep.data.blocks import canonical, digest, publish
 from truestep.data.build import Progress, build, open_built
 from truestep.data.loader import Corpus
 from truestep.data.sample import make_tokenizer
+from truestep.data.sources.registry import open_source
 from truestep.data.store import TokenStore
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
 from truestep.imports import is_import_path, source_code
 from truestep.recipe.data import DataSection, MixtureItem
+from truestep.recipe.digests import what
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
 
 Say = Callable[[str], None]
 SAY_EVERY_S = 5.0
+DATA_FILE = "data.json"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class Corpora:
         names = stage_data(stage)
 
         def make() -> dict[str, str]:
+            known = _recorded(context, names)
+            if known:
+                return known
             began = time.perf_counter()
             tokenizer_dir = build_tokenizer(context.recipe, context.data_dir, context.progress.say)
             tokenizer = load_tokenizer(tokenizer_dir)
@@ -59,6 +66,12 @@ class Corpora:
                 )
         stores = {name: TokenStore.open(path) for name, path in paths.items() if name}
         return Corpora(context.recipe, load_tokenizer(paths[""]), paths[""], stores)
+
+    def record(self, context: Context) -> None:
+        """From here on the run stands on these stores. Rank 0 writes."""
+        if context.job.first:
+            paths = {name: str(store.path) for name, store in self.stores.items()}
+            _record(context, paths | {"": str(self.tokenizer_dir)})
 
     def training(self, stage: Stage) -> list[Corpus]:
         return [self._corpus(item) for item in mixture(stage)]
@@ -86,7 +99,8 @@ def build_tokenizer(recipe: Recipe, folder: Path, say: Say) -> Path:
     section = recipe.tokenizer
     names = section.data or [item.data for item in mixture(recipe.stages[0])]
     data = [recipe.data[name] for name in names] if section.kind == "train-bpe" else []
-    wanted = [section.model_dump(mode="json"), [_content(one) for one in data]]
+    inputs = [_inputs(recipe, name) for name in names] if data else []
+    wanted = [section.model_dump(mode="json"), [_content(one) for one in data], inputs, _stamp(section.path)]
     path = folder / f"tokenizer-{digest(canonical(wanted))[:12]}"
     if not (path / "tokenizer.json").exists():
         if section.kind == "train-bpe":
@@ -105,7 +119,7 @@ def build_store(
 ) -> Path:
     """The folder of a section's token store, built if it is not there. `progress` replaces spoken progress."""
     section = recipe.data[name]
-    key = digest(canonical([_content(section), tokenizer.fingerprint]))[:12]
+    key = digest(canonical([_content(section), tokenizer.fingerprint, _inputs(recipe, name)]))[:12]
     path = folder / f"{name}-{key}"
     if open_built(path, section, tokenizer) is None:
         say(f"data: building {name} from {section.source}")
@@ -121,6 +135,40 @@ def build_all(recipe: Recipe, say: Say = print) -> dict[str, Path]:
     return {name: build_store(recipe, name, tokenizer, folder, say) for name in recipe.data}
 
 
+def _inputs(recipe: Recipe, name: str) -> list:
+    """What a section's text is made from at this moment, so that edited files are never taken for the old ones."""
+    section = recipe.data[name]
+    shards = open_source(section, _cache(recipe)).shards()
+    against = section.decontaminate.against if section.decontaminate else []
+    return [[[shard.name, shard.size, shard.stamp] for shard in shards], [_stamp(path) for path in against]]
+
+
+def _stamp(path: str | None) -> list | None:
+    """Size and time of change of a local file."""
+    if path is None or not Path(path).is_file():
+        return None
+    found = Path(path).stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _recorded(context: Context, names: list[str]) -> dict[str, str] | None:
+    """The stores that this run was begun on, if it was: later changes of the inputs do not reach it."""
+    file = context.run_dir / DATA_FILE
+    if not file.exists():
+        return None
+    body = json.loads(file.read_text())
+    paths = {name: body["paths"].get(name) for name in ["", *names]}
+    known = body["what"] == what(context.recipe) and all(path and Path(path).is_dir() for path in paths.values())
+    return paths if known else None
+
+
+def _record(context: Context, paths: dict[str, str]) -> None:
+    file = context.run_dir / DATA_FILE
+    body = json.loads(file.read_text()) if file.exists() else {}
+    kept = body["paths"] if body.get("what") == what(context.recipe) else {}
+    publish(file, json.dumps({"what": what(context.recipe), "paths": kept | paths}, indent=1).encode())
+
+
 def note_store(context: Context, name: str, store: TokenStore) -> None:
     report = store.header.get("report", {})
     context.note(
@@ -134,9 +182,8 @@ def note_store(context: Context, name: str, store: TokenStore) -> None:
         dropped=_dropped(report),
         licence=report.get("source", {}).get("licence"),
     )
-    context.progress.say(
-        f"data: {name} has {store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_bytes or 0:,} bytes"
-    )
+    sizes = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_bytes or 0:,} bytes"
+    context.progress.say(f"data: {name} has {sizes}")
 
 
 def _content(section: DataSection) -> dict:

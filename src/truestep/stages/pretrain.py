@@ -93,6 +93,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
     )
+    corpora.record(context)
     context.progress.begin(stage.name, state.step, state.steps)
     with prefetched:
         outcome = loop.run()
@@ -302,6 +303,6 @@ def say_idle(context: Context, stage: Stage, schedule: BatchSchedule) -> None:
     fewest = min(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)) // rows
     if fewest < world:
         context.progress.say(
-            f"[yellow]{stage.name}: a step has {fewest} microbatches for {world} processes, so {world - fewest} of them "
-            f"work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
+            f"[yellow]{stage.name}: a step has {fewest} microbatches for {world} processes, so {world - fewest} of "
+            f"them work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
         )

@@ -22,7 +22,7 @@ from truestep.stages.measure import versions
 from truestep.stages.progress import TerminalProgress
 
 STAGES = {"pretrain": pretrain.carry_out}
-"""Kinds of stages. A new one is one new file here with `carry_out(context, stage) -> Outcome`, and a line in this dict."""
+"""Kinds of stages. A new one is one new file here with `carry_out(context, stage)`, and a line in this dict."""
 
 
 def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:

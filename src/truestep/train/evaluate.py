@@ -1,4 +1,4 @@
-"""Held-out evaluation: loss per target and bits per byte. Leaves the model's mode and every random stream as they were."""
+"""Held-out evaluation: loss per target, bits per byte. Leaves the model's mode and every random stream as they were."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""A polite stop: the first SIGINT or SIGTERM asks for a stop after the step, a second SIGINT ends the process at once."""
+"""A polite stop: the first SIGINT or SIGTERM asks for a stop after the step, a second SIGINT ends the process."""
 
 import os
 import signal

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -88,6 +87,7 @@ class Checkpointer:
         self.facts = {"torch": torch.__version__, "world": world, **plain(dict(facts or {}), "facts")}
         self.stage = Stage()
         self.pending: Future[SaveResult] | None = None
+        self.thread: threading.Thread | None = None
         self.results: SimpleQueue[SaveResult] = SimpleQueue()
         atexit.register(self._abandon)
 
@@ -140,8 +140,9 @@ class Checkpointer:
     def _abandon(self) -> None:
         """The process ends, perhaps by an error, while other ranks may never answer: do not wait for them."""
         self.group.stopped.set()
-        if self.pending is not None:
-            wait_for([self.pending], LAST_WORDS_S)
+        if self.thread is not None:
+            # To its very end: a thread that still lets go of a C++ object when the interpreter is gone aborts the process.
+            self.thread.join(LAST_WORDS_S)
 
     def _prepare(
         self,
@@ -178,7 +179,8 @@ class Checkpointer:
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="checkpoint", daemon=True).start()
+        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self.thread.start()
         return future
 
     def _run(self, job: _Job) -> SaveResult:

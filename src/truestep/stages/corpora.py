@@ -70,8 +70,8 @@ class Corpora:
     def record(self, context: Context) -> None:
         """From here on the run stands on these stores. Rank 0 writes."""
         if context.job.first:
-            paths = {name: str(store.path) for name, store in self.stores.items()}
-            _record(context, paths | {"": str(self.tokenizer_dir)})
+            folders = {name: store.path.name for name, store in self.stores.items()}
+            _record(context, folders | {"": self.tokenizer_dir.name})
 
     def training(self, stage: Stage) -> list[Corpus]:
         return [self._corpus(item) for item in mixture(stage)]
@@ -157,16 +157,17 @@ def _recorded(context: Context, names: list[str]) -> dict[str, str] | None:
     if not file.exists():
         return None
     body = json.loads(file.read_text())
-    paths = {name: body["paths"].get(name) for name in ["", *names]}
-    known = body["what"] == what(context.recipe) and all(path and Path(path).is_dir() for path in paths.values())
-    return paths if known else None
+    if body["what"] != what(context.recipe) or not {"", *names} <= body["paths"].keys():
+        return None
+    paths = {name: str(context.data_dir / body["paths"][name]) for name in ["", *names]}
+    return paths if all(Path(path).is_dir() for path in paths.values()) else None
 
 
-def _record(context: Context, paths: dict[str, str]) -> None:
+def _record(context: Context, folders: dict[str, str]) -> None:
     file = context.run_dir / DATA_FILE
     body = json.loads(file.read_text()) if file.exists() else {}
     kept = body["paths"] if body.get("what") == what(context.recipe) else {}
-    publish(file, json.dumps({"what": what(context.recipe), "paths": kept | paths}, indent=1).encode())
+    publish(file, json.dumps({"what": what(context.recipe), "paths": kept | folders}, indent=1).encode())
 
 
 def note_store(context: Context, name: str, store: TokenStore) -> None:

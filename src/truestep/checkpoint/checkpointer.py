@@ -141,7 +141,7 @@ class Checkpointer:
         """The process ends, perhaps by an error, while other ranks may never answer: do not wait for them."""
         self.group.stopped.set()
         if self.thread is not None:
-            # To its very end: a thread that still lets go of a C++ object when the interpreter is gone aborts the process.
+            # To its very end: a thread that drops a C++ object when the interpreter is gone aborts the process.
             self.thread.join(LAST_WORDS_S)
 
     def _prepare(

@@ -1,6 +1,5 @@
 """Per-rank columns: exact, compact, crash-safe, and merged so that steps done again count once."""
 
-import io
 import resource
 import signal
 
@@ -10,7 +9,7 @@ import pytest
 
 from truestep.errors import LogError, StorageError
 from truestep.runlog.log import RunLog
-from truestep.runlog.metrics import RankMetrics, _write, read_metrics
+from truestep.runlog.metrics import RankMetrics, _encoded, read_metrics
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_rows_of_all_ranks_and_stages_come_back_exactly(run_dir):
         assert row["loss_sum"] == row["step"] and row["weight"] == 8.0 and row["grad_norm"] == 0.1 * row["step"]
     assert steps_of(read_metrics(run_dir, "more"), rank=1) == [1, 1, 2, 2]
     assert len(read_metrics(run_dir, "absent")) == 0
-    assert not list((run_dir / "log").rglob("*.tmp"))
+    assert not list((run_dir / "log").rglob("*.partial"))
 
 
 def test_nan_and_infinity_are_kept(run_dir):
@@ -157,9 +156,7 @@ def test_16384_shards_of_100_steps_stay_compact(run_dir, capsys):
 def test_a_full_segment_takes_seven_bytes_a_row(run_dir):
     metrics = RankMetrics(run_dir, 1, 0, rows=10**6)
     shard_rows(metrics, np.random.default_rng(0), 1024, microbatches=8)
-    buffer = io.BytesIO()
-    _write(metrics._table(), metrics._says(), buffer)
-    assert len(buffer.getvalue()) / 8192 < 7
+    assert len(_encoded(metrics._table(), metrics._says())) / 8192 < 7
 
 
 @pytest.mark.slow

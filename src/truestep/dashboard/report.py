@@ -1,7 +1,6 @@
 """The report: one self-contained HTML page about a run, from its log and its ranks' metrics. Whatever is missing is
 left out or said to be not recorded."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pyarrow.compute as pc
 
 from truestep.dashboard.plots import Curves, Plot, plots, resumed_at
 from truestep.dashboard.status import Status, status
-from truestep.errors import LogError, StorageError
+from truestep.errors import LogError
+from truestep.files import publish, writing
 from truestep.ledger.checks import Check, check_stage
 from truestep.ledger.figure import NOT_RECORDED
 from truestep.ledger.history import History, collect, standing_steps
@@ -68,13 +68,8 @@ def write_report(run_dir: Path | str, out: Path | str) -> Path:
     LogError: no run directory, an empty or an altered log. StorageError: `out` cannot be written.
     """
     page, out = render(run_dir), Path(out)
-    temporary = out.with_name(out.name + ".tmp")
-    try:
-        temporary.write_bytes(page.encode("utf-8", "replace"))
-        os.replace(temporary, out)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {out}: {error.strerror}; choose another place with --out") from None
+    with writing(out, "choose another place with --out"):
+        publish(out, page.encode("utf-8", "replace"))
     return out
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from truestep.data.blocks import BlockReader, BlockWriter, commit_folder, open_folder, ragged, writing
+from truestep.data.blocks import BlockReader, BlockWriter, commit_folder, open_folder, ragged
 from truestep.data.store import TokenStore
 from truestep.errors import DataError
+from truestep.files import writing
 
 FORMAT = "truestep rows 1"
 _BLOCK_BYTES = 1 << 20

@@ -7,28 +7,18 @@ the sizes, the digest of `checksums.bin` and its own digest. The header is writt
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
 
-from truestep.errors import DataError, StorageError
+from truestep.errors import DataError
+from truestep.files import publish
 
 CHECKSUMS, HEADER = "checksums.bin", "header.json"
 REMEDY = "remove its folder and build the data again"
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses (no space, no permission, ...) into one sentence about `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot write ({error.strerror or error}); free space or choose a folder you may write to"
-        ) from error
 
 
 def canonical(value: Any) -> bytes:
@@ -46,24 +36,6 @@ def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
-
-
-def publish(path: Path, data: bytes) -> None:
-    """Write a whole small file so that it is either absent or complete, also after a power cut."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class BlockWriter:

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from truestep.data.blocks import writing
 from truestep.data.dedup import NUM_HASHES, shingles, signature
 from truestep.data.store import StoreWriter, TokenStore
 from truestep.errors import DataError
+from truestep.files import writing
 
 _NUMBERS = ("num_bytes", "bytes_by_ids", "num_tokens", "num_shingles")
 DOCUMENT = np.dtype([("hash", "<u8", 2), *((name, "<i8") for name in _NUMBERS)])

@@ -25,9 +25,9 @@ from truestep.data.blocks import (
     commit_folder,
     digest,
     open_folder,
-    writing,
 )
 from truestep.errors import DataError
+from truestep.files import writing
 
 FORMAT = "truestep tokens 1"
 TOKENS, OFFSETS = "tokens.bin", "offsets.bin"

@@ -6,18 +6,18 @@ the card beside a model and one computed anew from the log are equal byte for by
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from truestep.errors import LogError, StorageError
+from truestep.errors import LogError
+from truestep.files import publish, writing
 from truestep.ledger.card_text import card_text
 from truestep.ledger.checks import check_stage
 from truestep.ledger.figure import Figure, missing
 from truestep.ledger.history import History, Span, collect, standing_steps
 from truestep.ledger.ledger import Account, account, num_devices
-from truestep.runlog.log import read, sync_folder
+from truestep.runlog.log import read
 from truestep.runlog.records import Card, Data, Eval, Gate, Model, Record, Sample, StageStart, Yardstick, spell
 
 FORMAT = "truestep-card/1"
@@ -68,8 +68,9 @@ def build_card(run_dir: Path | str, stage: str, records: int | None = None) -> d
 def write_card(folder: Path | str, card: dict[str, Any]) -> str:
     """Write card.json (canonical) and card.md into `folder`; return the sha256 of card.json."""
     body = canonical(card)
-    _publish(Path(folder) / "card.json", body)
-    _publish(Path(folder) / "card.md", card_text(card).encode("utf-8", "replace"))
+    for name, text in (("card.json", body), ("card.md", card_text(card).encode("utf-8", "replace"))):
+        with writing(Path(folder, name)):
+            publish(Path(folder, name), text)
     return hashlib.sha256(body).hexdigest()
 
 
@@ -77,20 +78,6 @@ def canonical(card: dict[str, Any]) -> bytes:
     """The one byte sequence of a card: sorted keys, UTF-8, floats as Python's repr."""
     text = json.dumps(spell(card), sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def _publish(path: Path, body: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}; free space or permit writing there") from None
 
 
 def _of(kind: type[T], records: Iterable[Record], stage: str | None = None) -> list[T]:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from truestep.errors import ModelError
+from truestep.files import sync
 from truestep.models.hf import ALIASES, INDEX, TOKEN_IDS
 from truestep.models.hf_config import config_from_section
 from truestep.models.hf_names import hf_name
@@ -141,21 +142,13 @@ def _finish(
         if tokenizer_dir is not None and (tokenizer_dir / file).exists():
             shutil.copyfile(tokenizer_dir / file, partial / file)
     for path in [*partial.iterdir(), partial]:
-        _sync(path)
+        sync(path)
     os.rename(partial, directory)
-    _sync(directory.parent)
+    sync(directory.parent)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _agree(problem: str | None) -> str | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from truestep.errors import LogError, StorageError
+from truestep.files import sync
 from truestep.runlog.records import KINDS, Record, spell, typed
 
 GENESIS = "0" * 64
@@ -167,15 +168,6 @@ def verify(run_dir: Path | str, heads: Iterable[str] = ()) -> Verified:
     return Verified(reader.count, reader.head, reader.remarks + ([torn] if torn else []))
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def next_attempt(run_dir: Path | str) -> int:
     """The number of the attempt to start: 1 for a new run. Call it in one process and tell the others."""
     folder = Path(run_dir) / "log"
@@ -221,7 +213,7 @@ class RunLog:
         _lock(file, fcntl.LOCK_EX)
         old, self._file, self._size = self._file, file, 0
         self.append("segment", previous=self._head, host=socket.gethostname(), pid=os.getpid())
-        sync_folder(path.parent)
+        sync(path.parent)
         if old >= 0:
             os.fsync(old)
             os.close(old)

@@ -8,17 +8,17 @@ belong to steps after the last flush, which a resume does again.
 Byte-stream split and delta encoding bring a row to 6 bytes in full segments and 13 in segments of 100 rows.
 """
 
-import os
+import io
 import re
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from truestep.errors import LogError, StorageError
-from truestep.runlog.log import segments, sync_folder
+from truestep.errors import LogError
+from truestep.files import publish, writing
+from truestep.runlog.log import segments
 
 ROWS = 8192  # of a full segment
 _NUMBERS = ("loss_sum", "weight", "grad_norm")
@@ -56,19 +56,8 @@ class RankMetrics:
         """Make every row so far durable. StorageError if the disk refuses; the segment written before stays whole."""
         if len(self._rows) == self._saved:
             return
-        path, temporary = self._path(), self._path().with_suffix(".tmp")
-        try:
-            with temporary.open("wb") as file:
-                _write(self._table(), self._says(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            sync_folder(self._folder)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise StorageError(
-                f"cannot write {path}: {error.strerror or error}; free space there, then run again"
-            ) from None
+        with writing(self._path(), "free space there, then run again"):
+            publish(self._path(), _encoded(self._table(), self._says()))
         self._saved = len(self._rows)
 
     def close(self) -> None:
@@ -101,11 +90,13 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     return single if np.array_equal(single.astype(np.float64), values, equal_nan=True) else values
 
 
-def _write(table: pa.Table, says: dict[str, str], file: BinaryIO) -> None:
+def _encoded(table: pa.Table, says: dict[str, str]) -> bytes:
+    file = io.BytesIO()
     coding = {"use_dictionary": False, "column_encoding": _ENCODING, "compression": "zstd", "write_page_checksum": True}
     with pq.ParquetWriter(file, table.schema, write_statistics=False, store_schema=False, **coding) as writer:
         writer.write_table(table)
         writer.add_key_value_metadata(says)
+    return file.getvalue()
 
 
 def _read_segment(path: Path) -> tuple[str, pa.Table]:

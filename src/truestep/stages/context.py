@@ -1,7 +1,6 @@
 """What every stage of a run shares: the run directory, its log, the job, and where models lie."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from truestep.errors import RecipeError, StorageError, UserError
+from truestep.files import publish
 from truestep.parallel.job import Job
 from truestep.recipe.digests import changed, what, what_fields
 from truestep.recipe.dump import mapping_of
 from truestep.recipe.recipe import Recipe
-from truestep.runlog.log import LogReader, RunLog, sync_folder
+from truestep.runlog.log import LogReader, RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.stages.progress import TerminalProgress
 
@@ -122,17 +122,7 @@ def _create(directory: Path, recipe: Recipe) -> None:
 
 def _write(directory: Path, recipe: Recipe) -> None:
     body = {"format": 1, "what": what_fields(recipe), "digest": what(recipe), "mapping": mapping_of(recipe)}
-    temporary = directory / f"{RUN_FILE}.tmp"
-    try:
-        with temporary.open("w") as out:
-            json.dump(body, out, indent=1)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, directory / RUN_FILE)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(directory)
+    publish(directory / RUN_FILE, json.dumps(body, indent=1).encode())
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The end of a stage: export the model, hold it against its gate, show samples, write its card (always last)."""
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from truestep.files import publish, writing
 from truestep.gate.heldout import Verdict, decide
 from truestep.ledger.card import build_card, write_card
 from truestep.models.hf_save import save_hf
@@ -152,9 +152,5 @@ def write_manifest(context: Context, stage: Stage, done: Finished, digest: str, 
         "log_head": context.log.head() if context.log else None,
     }
     file = context.model_dir(stage.name) / "manifest.json"
-    temporary = file.with_suffix(".tmp")
-    with temporary.open("w") as out:
-        json.dump(body, out, indent=1, sort_keys=True)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, file)
+    with writing(file):
+        publish(file, json.dumps(body, indent=1, sort_keys=True).encode())

@@ -1,7 +1,6 @@
 """What is chosen by measurement: measured once, recorded in the run directory, and used again on resume."""
 
 import json
-import os
 import platform
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from truestep.factors.devices import device_peak
+from truestep.files import publish
 from truestep.numerics.precision import resolve_precision
 from truestep.stages.context import Context
 
@@ -69,9 +69,7 @@ def _once(context: Context, name: str, measure: Callable[[], dict[str, Any]]) ->
         known = json.loads(file.read_text()) if file.exists() else {}
         if name not in known:
             known[name] = measure()
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(known, indent=1))
-            os.replace(temporary, file)
+            publish(file, json.dumps(known, indent=1).encode())
             context.note("note", text=f"measured: {name}", values=known[name])
         return known[name]
 

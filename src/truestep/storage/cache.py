@@ -20,8 +20,8 @@ from pathlib import Path
 import xxhash
 
 from truestep.errors import StorageError
+from truestep.files import sync
 from truestep.storage.interface import Entry, Store
-from truestep.storage.local import fsync_folder
 from truestep.storage.store import is_remote, open_store
 
 _WILD = re.compile(r"[*?\[]")
@@ -117,6 +117,6 @@ def _download(store: Store, entry: Entry, path: Path) -> None:
         record_temporary = path.with_name(f".tmp-{uuid.uuid4().hex}")
         record_temporary.write_text(json.dumps(record))
         os.replace(record_temporary, _record(path))
-        fsync_folder(path.parent)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

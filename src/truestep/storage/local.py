@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from truestep.errors import StorageError
+from truestep.files import sync
 from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, silent
 
 TEMPORARY = ".tmp-"
@@ -35,22 +36,13 @@ def _said(error: OSError, doing: str, path: Path) -> StorageError:
     return StorageError(f"{path}: cannot {doing}: {reason}")
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _make_folder(folder: Path) -> None:
     """Like mkdir -p, each new name made durable in its parent."""
     if folder.is_dir():
         return
     _make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
-    fsync_folder(folder.parent)
+    sync(folder.parent)
 
 
 def _link(temporary: Path, path: Path) -> None:
@@ -96,7 +88,7 @@ class LocalStore:
                 self.event(f"{key}: linked")
             finally:
                 temporary.unlink(missing_ok=True)
-            fsync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise _said(error, "write it", path) from None
         self.event(f"{key}: folder synced")
@@ -181,7 +173,7 @@ class LocalStore:
         path = self._path(key)
         try:
             path.unlink()
-            fsync_folder(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise _said(error, "delete it", path) from None
 

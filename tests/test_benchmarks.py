@@ -52,7 +52,9 @@ def test_ceiling(tmp_path):
 def test_checkpoint(tmp_path):
     result = run("checkpoint.py", tmp_path / "out.json", "--smoke", "--folder", str(tmp_path / "saves"))
     assert set(result["ratio"]) >= {"stall", "async save", "save", "load", "load, CPU time"}
-    assert set(result["ratio"]["stall"]) == {"dcp", "dcp, kept buffers"} and set(result["ratio"]["load"]) == {"dcp"}
+    assert {"dcp"} <= set(result["ratio"]["stall"]) <= {"dcp", "dcp, kept buffers"} and set(
+        result["ratio"]["load"]
+    ) == {"dcp"}
     assert result["reshard"]["ranks"] == 4 and result["reshard"]["read_to_state"] >= 1
     assert not list((tmp_path / "saves").iterdir())
 

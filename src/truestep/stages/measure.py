@@ -4,30 +4,67 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 import torch
 
 from truestep.factors.devices import device_peak
 from truestep.files import publish
+from truestep.losses.cross_entropy import linear_cross_entropy
+from truestep.models.build import build_model, init_weights
 from truestep.numerics.precision import resolve_precision
+from truestep.recipe.model import ModelSection
+from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
 
 
-def measure_precision(context: Context) -> str:
-    """The compute dtype that machine.precision means here."""
+def measure_precision(context: Context, stage: Stage, section: ModelSection) -> str:
+    """The compute dtype that machine.precision means here, for this model."""
     asked = context.recipe.machine.precision
     if asked != "auto":
         return asked
+    measure = None if section.module else partial(step_seconds, section, stage.context)
 
     def decide() -> dict[str, Any]:
-        precision = resolve_precision(asked, context.job.device)
+        precision = resolve_precision(asked, context.job.device, measure)
         return {"chosen": precision.chosen, "seconds": precision.measured, "reason": precision.reason}
 
-    found = _once(context, f"precision on {_device(context)}", decide)
+    model = "your own module" if section.module else f"{section.num_layers} layers of width {section.hidden_size}"
+    found = _once(context, f"precision of {model} on {_device(context)}, rows of {stage.context}", decide)
     context.progress.say(f"precision {found['chosen']}: {found['reason']}")
     return found["chosen"]
+
+
+def step_seconds(section: ModelSection, length: int, rounds: int = 4) -> dict[str, float]:
+    """Estimated seconds of forward and backward of one row on this CPU by dtype, weights in fp32: what the first and a
+    second layer take is measured, casts, attention and head included, and carried on to all layers."""
+    models = [_of_layers(section, layers) for layers in (1, 2)]
+    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in ("float32", "bfloat16")}
+    tokens_BT = torch.arange(length)[None] % section.vocab_size
+    for round_ in range(rounds + 1):
+        for name, times in seconds.items():  # in turns, so that other load hits both
+            for model, found in zip(models, times):
+                began = time.perf_counter()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "bfloat16"):
+                    total = model(
+                        tokens_BT, head=lambda out: linear_cross_entropy(out.hidden_BTD, out.weight_VD, tokens_BT)
+                    )
+                total[0].backward()
+                if round_ > 0:  # the first call sets things up
+                    found.append(time.perf_counter() - began)
+    medians = {name: (median(one), median(two)) for name, (one, two) in seconds.items()}
+    return {name: one + (section.num_layers - 1) * max(two - one, 0.0) for name, (one, two) in medians.items()}
+
+
+def _of_layers(section: ModelSection, num_layers: int) -> torch.nn.Module:
+    model = build_model(section.model_copy(update={"num_layers": num_layers}), section.vocab_size).to_empty(
+        device="cpu"
+    )
+    init_weights(model, 0)
+    return model
 
 
 def measure_peak(context: Context, precision: str) -> tuple[float | None, str | None]:

@@ -45,7 +45,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     start = starting_point(context, stage)
     corpora = Corpora.prepare(context, stage, partial(model_section, context, start))
     section = model_section(context, start, corpora.tokenizer)
-    precision = measure_precision(context)
+    precision = measure_precision(context, stage, section)
     model = build_model(section, section.vocab_size)
     check_fit(stage, section, model)
     state = build(

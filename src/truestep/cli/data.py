@@ -73,7 +73,7 @@ class _Bar:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-        self._bars = Progress(*columns, console=console, transient=True)
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bars.add_task(name, total=None)
 
     def update(self, progress: "Progress") -> None:

@@ -113,5 +113,6 @@ def _devices(job: Job) -> dict[str, int]:
     if job.device.type == "cuda":
         name = torch.cuda.get_device_name(job.device)
     else:
-        name = f"CPU {platform.machine()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"CPU {platform.machine()}, {threads} thread{'s' if threads > 1 else ''}"
     return dict(Counter({name: job.world}))

@@ -57,7 +57,7 @@ def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
 
         carry_out(resolved, here, command)
     if here is None:
-        report(_directory(resolved))
+        print(f"plots and ledger: {report(_directory(resolved))}")
     return _outcome(resolved)
 
 

@@ -160,6 +160,7 @@ def test_torchrun_with_two_agents_joins_and_equals_our_launcher(undisturbed):
     ended = [finish(agent) for agent in agents]
     assert [code for code, _ in ended] == [0, 0], ended
     run_dir = folder / "runs" / "joined"
+    assert (run_dir / "report.html").exists()
     assert records(run_dir, "attempt_start")[0].world == 2
     assert weights_digest(run_dir) == weights_digest(reference)
 

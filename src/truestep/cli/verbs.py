@@ -56,7 +56,7 @@ def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
         from truestep.stages.run import carry_out
 
         carry_out(resolved, here, command)
-    if here is None:
+    if here is None or (here.rank == 0 and here.launcher != "truestep"):  # once a job, by who started it
         print(f"plots and ledger: {report(_directory(resolved))}")
     return _outcome(resolved)
 

@@ -1,11 +1,18 @@
-"""Small files that are there whole or not at all, also after a power cut. Torch-free."""
+"""Small files that are there whole or not at all, also after a power cut; the one JSON text of a value. Torch-free."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from truestep.errors import StorageError
+
+
+def canonical(value: Any) -> bytes:
+    """The one JSON text of a value: sorted keys, no spaces, UTF-8. NaN and infinities have none (ValueError)."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def sync(path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from truestep.data.blocks import BlockWriter, canonical, commit_folder, digest
+from truestep.data.blocks import BlockWriter, commit_folder, digest
 from truestep.data.store import FORMAT, StoreWriter, TokenStore, id_type
+from truestep.files import canonical
 
 EOD = 0
 
@@ -61,3 +63,13 @@ def numbered(lengths: Sequence[int], first: int = 1) -> TokenStore:
     """Documents of these lengths whose tokens count up from `first` over the whole store."""
     starts = np.cumsum([first, *lengths])
     return memory_store([range(a, a + n) for a, n in zip(starts, lengths)])
+
+
+def merge_stores(path: str | Path, shards: Sequence[TokenStore], report: dict[str, Any]) -> TokenStore:
+    """One store with the documents of `shards` in order; the shards stay as they are."""
+    first = shards[0]
+    assert first.vocab_size is not None and first.eod_id is not None
+    with StoreWriter(path, first.vocab_size, first.eod_id, block_bytes=first.header["block_bytes"]) as writer:
+        for shard in shards:
+            writer.append_store(shard)
+        return writer.finish(report)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.fakes import EOD, make_store, sparse_store
+from tests.data.fakes import EOD, make_store, merge_stores, sparse_store
 from truestep.data.foreign import open_megatron, open_npy
-from truestep.data.store import StoreWriter, TokenStore, id_type, merge_stores
+from truestep.data.store import StoreWriter, TokenStore, id_type
 from truestep.errors import DataError, StorageError
 
 documents = st.lists(st.lists(st.integers(1, 999), min_size=1, max_size=40), min_size=1, max_size=30)

@@ -15,8 +15,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from truestep.checkpoint.manifest import Manifest, canonical
+from truestep.checkpoint.manifest import Manifest
 from truestep.errors import CheckpointError, StorageError
+from truestep.files import canonical
 from truestep.storage.interface import KeyExists, Store
 from truestep.storage.probe import require_safe
 

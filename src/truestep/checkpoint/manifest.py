@@ -13,16 +13,12 @@ from typing import Any
 import xxhash
 
 from truestep.errors import CheckpointError
+from truestep.files import canonical
 
 FORMAT = 1
 MODEL = "model."
 OPTIM = "optim."
 DIGEST_CHARS = 16  # of one block: xxh3-64 in hex
-
-
-def canonical(value: Any) -> bytes:
-    """The one JSON text of a value: sorted keys, no spaces, UTF-8. NaN and infinities have none (ValueError)."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def plain(value: Any, what: str) -> Any:

@@ -15,15 +15,10 @@ import numpy as np
 import xxhash
 
 from truestep.errors import DataError
-from truestep.files import publish
+from truestep.files import canonical, publish
 
 CHECKSUMS, HEADER = "checksums.bin", "header.json"
 REMEDY = "remove its folder and build the data again"
-
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces: equal values give equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.data.blocks import canonical, digest
+from truestep.data.blocks import digest
 from truestep.data.decontaminate import EvaluationRuns, evaluation_runs
 from truestep.data.merge import merge
 from truestep.data.parts import open_part
@@ -27,7 +27,7 @@ from truestep.data.sources.registry import open_source
 from truestep.data.store import HEADER, TokenStore
 from truestep.data.tokenizer import Tokenizer
 from truestep.errors import DataError, UserError
-from truestep.files import writing
+from truestep.files import canonical, writing
 from truestep.recipe.data import DataSection
 
 

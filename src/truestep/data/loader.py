@@ -21,12 +21,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from truestep.data.blocks import canonical, digest
+from truestep.data.blocks import digest
 from truestep.data.mixture import Mixture
 from truestep.data.order import Permutation
 from truestep.data.packing import Packing, Rows, open_packing
 from truestep.data.store import TokenStore
 from truestep.errors import DataError
+from truestep.files import canonical
 from truestep.numerics.batch import IGNORE, Batch
 
 _ORDER = 1

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from truestep.data.blocks import canonical, digest
+from truestep.data.blocks import digest
 from truestep.data.decontaminate import EvaluationRuns
 from truestep.data.parts import Amount, PartWriter, is_good
 from truestep.data.sources.base import Document, Shard
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
-from truestep.files import writing
+from truestep.files import canonical, writing
 
 _BATCH_BYTES = 2**20
 

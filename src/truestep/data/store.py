@@ -16,18 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from truestep.data.blocks import (
-    CHECKSUMS,
-    HEADER,
-    BlockReader,
-    BlockWriter,
-    canonical,
-    commit_folder,
-    digest,
-    open_folder,
-)
+from truestep.data.blocks import CHECKSUMS, HEADER, BlockReader, BlockWriter, commit_folder, digest, open_folder
 from truestep.errors import DataError
-from truestep.files import writing
+from truestep.files import canonical, writing
 
 FORMAT = "truestep tokens 1"
 TOKENS, OFFSETS = "tokens.bin", "offsets.bin"
@@ -232,13 +223,3 @@ class StoreWriter:
         self.num_tokens += len(ids)
         self.num_documents += len(ends)
         self.num_bytes += num_bytes
-
-
-def merge_stores(path: str | Path, shards: Sequence[TokenStore], report: dict[str, Any]) -> TokenStore:
-    """One store with the documents of `shards` in order; the shards stay as they are."""
-    if not shards or (first := shards[0]).vocab_size is None or first.eod_id is None:
-        raise DataError(f"{path}: nothing to merge; give at least one store of known vocabulary")
-    with StoreWriter(path, first.vocab_size, first.eod_id, block_bytes=first.header["block_bytes"]) as writer:
-        for shard in shards:
-            writer.append_store(shard)
-        return writer.finish(report)

@@ -16,10 +16,9 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from truestep.data.blocks import canonical
 from truestep.data.token_bytes import byte_alphabet, token_byte_lengths
 from truestep.errors import DataError
-from truestep.files import publish, writing
+from truestep.files import canonical, publish, writing
 
 END = "<|endoftext|>"
 _UNREACHABLE = "\ufdd0"  # a code point that is no character: no text can spell what follows it

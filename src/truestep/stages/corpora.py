@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from truestep.data.blocks import canonical, digest
+from truestep.data.blocks import digest
 from truestep.data.build import Progress, build, open_built
 from truestep.data.loader import Corpus
 from truestep.data.sample import make_tokenizer
@@ -15,7 +15,7 @@ from truestep.data.sources.registry import open_source
 from truestep.data.store import TokenStore
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
-from truestep.files import publish
+from truestep.files import canonical, publish
 from truestep.imports import is_import_path, source_code
 from truestep.recipe.data import DataSection, MixtureItem
 from truestep.recipe.digests import what

@@ -18,6 +18,7 @@ from truestep.models.decoder import Decoder
 from truestep.models.hf import load_hf
 from truestep.models.hf_save import save_hf
 from truestep.models.load import load_model, tensors_of
+from truestep.numerics.pieces import Piece, Split, piece_of, place
 
 TIED = small(tie_embeddings=True, hidden_size=20, num_heads=2, intermediate_size=30, num_layers=2)
 TOKENS_BT = torch.arange(14).view(2, 7) % VOCAB
@@ -73,6 +74,40 @@ def _shards_are_slices(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_shards_are_slices_of_the_same_numbers(world: int):
     run_ranks(_shards_are_slices, world)
+
+
+def test_parts_of_every_axis_are_slices_of_the_same_numbers():
+    """Splits by hand: rows and columns in units, uneven, sharded once more; a name that this part of a model lacks."""
+    full = {name: parameter.detach() for name, parameter in whole().named_parameters()}
+    for size, rank, dim in [(3, 0, 0), (3, 2, 0), (2, 1, 1)]:
+        pieces = {}
+        for name, tensor in full.items():
+            if tensor.dim() <= dim:
+                pieces[name] = piece_of(torch.full_like(tensor, 7.0))
+                continue
+            first, stop = (split := Split("tp", dim)).span(tensor.shape[dim], size, rank)
+            part = torch.full_like(tensor.narrow(dim, first, stop - first), 7.0)
+            lower = Piece(
+                part[1:], tuple(part.shape), (min(1, len(part)), 0)[: part.dim()]
+            )  # what FSDP2 left of it on this rank
+            pieces[name] = place(lower, split, size, rank, tuple(tensor.shape))
+        part_of_model = Decoder(small(num_layers=2, tie_embeddings=True, hidden_size=20, num_heads=2))
+        init_weights(part_of_model, 3, pieces)
+        for name, piece in pieces.items():
+            assert torch.equal(piece.local, full[name][piece.region]), name
+
+
+def test_experts_in_one_tensor_begin_like_matrices():
+    model = build_model(small(init_std=0.5, num_layers=2), VOCAB)
+    shapes = {"blocks.0.mlp.experts.up": (4, 60, 50), "blocks.0.mlp.experts.down": (4, 50, 60)}
+    pieces = {name: piece_of(torch.zeros(shape)) for name, shape in shapes.items()}
+    init_weights(model, 0, pieces)
+    for name, std in zip(shapes, (0.5, 0.25)):
+        assert abs(pieces[name].local.std() - std) < 0.01
+        halves = [Piece(torch.zeros(2, *shapes[name][1:]), shapes[name], (start, 0, 0)) for start in (0, 2)]
+        for half in halves:
+            init_weights(model, 0, {name: half})
+        assert torch.equal(torch.cat([half.local for half in halves]), pieces[name].local)
 
 
 def test_c29_tied_weights_stay_one():

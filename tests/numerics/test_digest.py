@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.dist import run_ranks
 from truestep.numerics.digest import state_digest, tensor_digest
+from truestep.numerics.pieces import Split, piece_of, place
 
 
 def _bits(pattern: int) -> torch.Tensor:
@@ -39,10 +40,26 @@ def test_state_digest_goes_by_name():
 
 
 def _sharded(rank, world):
-    whole = torch.arange(10.0).reshape(5, 2)
-    shards = distribute_tensor(whole, init_device_mesh("cpu", (world,)), [Shard(0)])
-    return tensor_digest(shards), tensor_digest(whole)
+    """The same state cut by FSDP2, by heads, and by layers (the names of a pipeline's parts)."""
+    whole = _state()
+    mesh = init_device_mesh("cpu", (world,))
+    rows = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()}
+    split, columns = Split("tp", 1, unit=2), {}
+    for name, value in whole.items():
+        first, stop = split.span(value.shape[1], world, rank)
+        columns[name] = place(piece_of(value[:, first:stop]), split, world, rank, tuple(value.shape))
+    layers = {name: value for index, (name, value) in enumerate(whole.items()) if index % world == rank}
+    return {state_digest(tensors) for tensors in (whole, rows, columns, layers)}
 
 
-def test_a_dtensor_has_the_digest_of_the_whole():
-    assert len(set(sum(run_ranks(_sharded, 2), ()))) == 1
+def _state():
+    names = [f"blocks.{layer}.up" for layer in range(11)]
+    return {name: torch.arange(20.0).reshape(5, 4) + index for index, name in enumerate(names)}
+
+
+def test_every_layout_has_the_digest_of_the_whole():
+    assert set().union(*run_ranks(_sharded, 3)) == {state_digest(_state())}
+
+
+def test_the_digest_stays_what_older_versions_recorded():
+    assert state_digest(_state()) == "8d679e6e48db6debb4f61ccc960ae6ec"

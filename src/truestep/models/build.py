@@ -1,16 +1,20 @@
 """From the recipe's [model] to a module without memory, and from a seed to its first weights."""
 
+import re
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
 from truestep.models.decoder import Decoder
 from truestep.models.foreign import ForeignModel, build_foreign, init_foreign
-from truestep.models.shards import local_region
 from truestep.numerics.counter import init_shard
+from truestep.numerics.pieces import Piece, pieces_of
 from truestep.numerics.roles import Role
 from truestep.recipe.model import ModelSection
 
-_RESIDUAL = (".attention.out.weight", ".mlp.down.weight")
+_RESIDUAL = re.compile(r"\.(attention\.out|down)(\.weight)?$")
+"""Projections into the residual stream: of attention, of an MLP, of one expert or of all experts in one tensor."""
 
 
 def build_model(section: ModelSection, vocab_size: int) -> Decoder | ForeignModel:
@@ -25,21 +29,27 @@ def build_model(section: ModelSection, vocab_size: int) -> Decoder | ForeignMode
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter in place, each rank its own shards: normal(0, init_std), with init_std / sqrt(2 num_layers)
-    for projections back into the residual stream; norms start at scale 1, biases at 0. Element i of a parameter
-    depends on (seed, name, i) alone, so the weights are the same for every sharding and device. A user's own module
-    is initialised by itself, from the seed."""
+def init_weights(model: nn.Module, seed: int, pieces: Mapping[str, Piece] | None = None) -> None:
+    """Fill every parameter in place: normal(0, init_std), with init_std / sqrt(2 num_layers) for projections back into
+    the residual stream; norms start at scale 1, biases and buffers that persist at 0.
+
+    `pieces`: what this rank holds, by the names that parameters and buffers have in the whole model; by default all of
+    `model`, whole or sharded by FSDP2. Element i of a parameter depends on (seed, name, i) alone, so the weights are
+    the same on every mesh and device. A user's own module is initialised by itself, from the seed."""
     if isinstance(model, ForeignModel):
-        return init_foreign(model, seed)
+        return init_foreign(model, seed, pieces or {})
     assert isinstance(model, Decoder)
+    if pieces is None:
+        pieces = pieces_of(model.state_dict(keep_vars=True))
     roles, section = model.roles(), model.section
-    for name, parameter in model.named_parameters():
-        local, region = local_region(parameter)
-        if roles[name] == Role.NORM:
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, piece in pieces.items():
+        local, role = piece.local, roles.get(name)
+        if role == Role.NORM:
             local.fill_(0.0 if section.norm_offset else 1.0)
-        elif roles[name] == Role.BIAS:
+        elif role == Role.BIAS or name in buffers:
             local.zero_()
         else:
-            std = section.init_std / (2 * section.num_layers) ** 0.5 if name.endswith(_RESIDUAL) else section.init_std
-            local.copy_(init_shard(name, seed, parameter.shape, region, std, device=local.device))
+            depth = 2 * section.num_layers if _RESIDUAL.search(name) else 1
+            std = section.init_std / depth**0.5
+            local.copy_(init_shard(name, seed, piece.shape, piece.region, std, device=local.device))

@@ -6,7 +6,7 @@ input_ids[b, t], -100 is no target. It returns a tensor of logits (B, T, V), or 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from truestep.errors import ModelError
 from truestep.imports import load_object
 from truestep.models.roles import infer_roles
-from truestep.models.shards import local_region
 from truestep.numerics.batch import IGNORE
 from truestep.numerics.head import Logits, OwnLoss
+from truestep.numerics.pieces import Piece, piece_of
 from truestep.numerics.roles import Role
 from truestep.recipe.model import ModelSection
 
@@ -148,10 +148,11 @@ def build_foreign(section: ModelSection, seed: int = 0) -> ForeignModel:
 
 
 @torch.no_grad()
-def init_foreign(model: ForeignModel, seed: int) -> None:
-    """Fill parameters and buffers in place, each rank its shards, from a second module initialised by `seed`."""
+def init_foreign(model: ForeignModel, seed: int, pieces: Mapping[str, Piece]) -> None:
+    """Fill parameters and buffers in place, each rank its part, from a second module initialised by `seed`. `pieces`:
+    those of which more is to be known than the module itself tells."""
     source = build_foreign(model.section, seed)
     whole = dict(source.named_parameters()) | dict(source.named_buffers())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        local, region = local_region(tensor)
-        local.copy_(whole[name].detach()[region])
+        piece = pieces[name] if name in pieces else piece_of(tensor)
+        piece.local.copy_(whole[name].detach()[piece.region])

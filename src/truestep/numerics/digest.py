@@ -4,8 +4,10 @@ import sys
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 import xxhash
-from torch.distributed.tensor import DTensor
+
+from truestep.numerics.pieces import Piece, stream_whole
 
 assert sys.byteorder == "little", "truestep stores and compares little-endian bytes"
 
@@ -17,21 +19,22 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """xxh3-128 (hex) over dtype, shape and little-endian bytes.
+    """xxh3-128 (hex) over dtype, shape and little-endian bytes of a whole tensor."""
+    digest = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    digest.update(raw_bytes(tensor.detach().cpu().contiguous()))
+    return digest.hexdigest()
 
-    A DTensor is gathered first, which is a collective: every rank of its mesh calls this.
+
+def state_digest(tensors: Mapping[str, torch.Tensor | Piece], group: dist.ProcessGroup | None = None) -> str:
+    """xxh3-128 (hex) over names and tensor digests, whatever the order of the mapping and however the tensors are cut.
+
+    Every rank of `group` (by default the job) gives what it holds and is told the result.
     """
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    digest = xxhash.xxh3_128(f"{whole.dtype} {list(whole.shape)} ".encode())
-    digest.update(raw_bytes(whole.cpu().contiguous()))
-    return digest.hexdigest()
-
-
-def state_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """xxh3-128 (hex) over names and tensor digests, whatever the order of the mapping."""
+    parts = {name: tensor_digest(whole) for name, whole in stream_whole(tensors, group) if whole is not None}
     digest = xxhash.xxh3_128()
-    for name in sorted(tensors):
-        digest.update(f"{name} {tensor_digest(tensors[name])}\n".encode())
-    return digest.hexdigest()
+    for name in sorted(parts):
+        digest.update(f"{name} {parts[name]}\n".encode())
+    said = [digest.hexdigest()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, group=group, group_src=0)
+    return said[0]

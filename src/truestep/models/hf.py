@@ -1,7 +1,7 @@
 """Reading directories in Hugging Face layout: everything is checked first, then each rank reads its own slices."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 
 from truestep.errors import ModelError
 from truestep.models.hf_config import section_from_config
-from truestep.models.hf_names import hf_name
-from truestep.models.shards import local_region, place
+from truestep.models.hf_names import hf_parts
+from truestep.models.hf_pieces import hf_pieces
+from truestep.numerics.pieces import Piece, find_aliases, piece_of
 from truestep.recipe.model import ModelSection
 
 INDEX = "model.safetensors.index.json"
@@ -74,23 +75,27 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_hf(directory: Path, want: Mapping[str, torch.Tensor]) -> None:
-    """Fill our parameters `want` (tensors or DTensors, cast to their dtypes) from a directory's safetensors, in place.
+def load_hf(directory: Path, want: Mapping[str, torch.Tensor | Piece], names: Collection[str] | None = None) -> None:
+    """Fill our parameters `want` (tensors, DTensors or pieces, cast to their dtypes) from a directory's safetensors, in
+    place. `names`: those of the whole model, where `want` is a part of one.
 
-    Each rank reads only its own slices. Names and shapes of everything are checked before the first element changes: a
-    missing shard or tensor, one too many, or a wrong shape is a ModelError.
+    Each rank reads only its own slices, and none waits for another. Names and shapes of everything are checked before
+    the first element changes: a missing shard or tensor, one too many, or a wrong shape is a ModelError.
     """
     section = read_section(directory)
+    pieces = hf_pieces(want, section)
+    wanted = {theirs for name in {*want, *(names or ())} for theirs, _ in hf_parts(name, section)}
     with _open_shards(directory) as found:
-        names = {name: hf_name(name, section) for name in want}
-        _check_names(directory, set(found), set(names.values()), section)
-        for name, theirs in names.items():
-            _check_tensor(directory, theirs, found[theirs], want[name])
-        _check_ties(directory, found, {theirs: want[name] for name, theirs in names.items()}, section)
-        for name, theirs in names.items():
-            local, region = local_region(want[name])
-            if local.numel():
-                local.copy_(found[theirs].slices[region])
+        _check_names(directory, set(found), wanted, section)
+        for theirs, piece in pieces.items():
+            _check_tensor(directory, theirs, found[theirs], piece)
+        _check_ties(directory, found, pieces, section)
+        for theirs, piece in pieces.items():
+            if piece.local.numel():
+                piece.local.copy_(found[theirs].slices[piece.region])
+    for name, tensor in want.items():
+        if not hf_parts(name, section):
+            piece_of(tensor).local.zero_()
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def _check_names(directory: Path, found: set[str], wanted: set[str], section: Mo
         )
 
 
-def _check_tensor(directory: Path, name: str, stored: _Stored, wanted: torch.Tensor) -> None:
+def _check_tensor(directory: Path, name: str, stored: _Stored, wanted: Piece) -> None:
     shape = stored.slices.get_shape()
     if shape != list(wanted.shape):
         raise ModelError(
@@ -166,22 +171,25 @@ def _check_tensor(directory: Path, name: str, stored: _Stored, wanted: torch.Ten
         )
 
 
-def _check_ties(
-    directory: Path, found: dict[str, _Stored], wanted: dict[str, torch.Tensor], section: ModelSection
-) -> None:
-    """What is stored as one tensor must be one in the model; what the model holds as one must be stored as equal."""
+def _check_ties(directory: Path, found: dict[str, _Stored], wanted: dict[str, Piece], section: ModelSection) -> None:
+    """What is stored as one tensor must be one in the model; what the model holds as one must be stored as equal, in
+    the rows that this rank holds."""
+    tied = find_aliases(wanted)
     for name, stored in found.items():
         target = stored.alias_of
-        if target in wanted and name in wanted and place(wanted[name]) != place(wanted[target]):
+        apart = target in wanted and name in wanted and tied.get(name, name) != tied.get(target, target)
+        if apart and wanted[name].local.numel():
             raise ModelError(
                 f"{directory} stores {name} and {target} as one tensor, but the model holds two; tie them first."
             )
     names = ("model.embed_tokens.weight", "lm_head.weight")
-    if not section.tie_embeddings or names[1] not in found:
+    if not section.tie_embeddings or names[0] not in wanted or names[1] not in found:
         return
     table, head = (found[name].slices for name in names)
-    for start in range(0, section.vocab_size, 4096):
-        if not torch.equal(table[start : start + 4096], head[start : start + 4096]):
+    rows, columns = wanted[names[0]].region
+    for start in range(rows.start, rows.stop, 4096):
+        some = (slice(start, min(start + 4096, rows.stop)), columns)
+        if not torch.equal(table[some], head[some]):
             raise ModelError(
                 f"{directory} says tie_word_embeddings, but {names[1]} differs from {names[0]}; "
                 f"set tie_word_embeddings to false in config.json."

@@ -43,3 +43,9 @@ def hf_name(name: str, section: ModelSection) -> str:
     layer, inner, kind = match.groups()
     inner = (_INNER | _NORMS[section.norm_placement or "pre"])[inner]
     return f"model.layers.{layer}.{inner}.{kind}"
+
+
+def hf_parts(name: str, section: ModelSection) -> list[tuple[str, int | None]]:
+    """The Hugging Face tensors that our parameter or buffer `name` is made of, with the index of each along its first
+    dimension; None is all of it. None at all where Hugging Face does not keep it: it starts at 0."""
+    return [(hf_name(name, section), None)]

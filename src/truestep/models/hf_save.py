@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from truestep.errors import ModelError
 from truestep.files import sync
 from truestep.models.hf import ALIASES, INDEX, TOKEN_IDS
 from truestep.models.hf_config import config_from_section
-from truestep.models.hf_names import hf_name
-from truestep.models.shards import place
+from truestep.models.hf_pieces import hf_pieces
+from truestep.numerics.pieces import Piece, find_aliases, stream_whole
 from truestep.recipe.model import ModelSection
 
 SHARD_BYTES = 4 * 2**30
@@ -29,7 +28,7 @@ TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "chat_templat
 
 def save_hf(
     directory: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Piece],
     section: ModelSection,
     *,
     dtype: torch.dtype | None = None,
@@ -39,112 +38,120 @@ def save_hf(
 ) -> None:
     """Write our parameters by name, the resolved section, and the tokenizer as a directory that must not exist yet.
 
-    Every rank calls this with the same names (DTensors are gathered one by one); rank 0 writes, with at most one
-    shard's tensors in memory, to a hidden sibling that gets its name once everything is on disk. Tensors are cast to
-    `dtype` where given. `generation` becomes generation_config.json; its token ids also go into config.json.
+    Every rank calls this with what it holds; the tensors come to rank 0 one by one, which writes, with at most one
+    shard's tensors in memory, to a hidden sibling that gets its name once everything is on disk. The files are the same
+    from every mesh. Tensors are cast to `dtype` where given. `generation` becomes generation_config.json; its token ids
+    also go into config.json.
     """
-    writes = not dist.is_initialized() or dist.get_rank() == 0
-    names = {hf_name(name, section): tensor for name, tensor in tensors.items()}
-    aliases = _aliases(names)
-    files = _plan({name: tensor for name, tensor in names.items() if name not in aliases}, dtype, shard_bytes)
-    metadata = {"format": "pt"} | ({ALIASES: json.dumps(aliases)} if aliases else {})
-    partial = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}.partial"
-    problem = _start(directory, partial) if writes else None
-    for file, held in files.items():
-        whole: dict[str, torch.Tensor] = {}
-        for name in held:
-            tensor = names[name].detach()
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # collective: also after a problem
-            if writes and problem is None:
-                whole[name] = _own_memory(full.to("cpu", _kept(full, dtype)))
-        if writes and problem is None:
-            problem = _attempt(directory, lambda file=file, whole=whole: save_file(whole, partial / file, metadata))
-    if writes and problem is None:
-        kept = dtype or next(iter(names.values())).dtype
-        problem = _attempt(
-            directory, lambda: _finish(directory, partial, files, names, section, kept, tokenizer_dir, generation or {})
-        )
-    if writes and problem is not None:
-        shutil.rmtree(partial, ignore_errors=True)
-    if (problem := _agree(problem)) is not None:
+    pieces = hf_pieces(tensors, section)
+    aliases = _aliases(pieces)
+    stream = stream_whole({name: piece for name, piece in pieces.items() if name not in aliases})
+    if dist.is_initialized() and dist.get_rank() > 0:
+        for _ in stream:
+            pass
+        problem = _agree(None)
+    else:
+        writer = _Writer(directory, aliases, dtype, shard_bytes)
+        try:
+            for name, whole in stream:  # to its end, also after a problem: the other ranks send
+                assert whole is not None
+                writer.add(name, whole)
+            writer.finish(section, tokenizer_dir, generation or {})
+        finally:
+            writer.clear()
+        problem = _agree(writer.problem)
+    if problem is not None:
         raise ModelError(problem)
 
 
-def _aliases(names: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Later names of a tensor to its first name; these are recorded instead of stored."""
-    first: dict[tuple, str] = {}
-    pairs = [(name, first.setdefault(place(tensor), name)) for name, tensor in names.items() if tensor.numel()]
-    return {name: target for name, target in pairs if name != target}
+class _Writer:
+    """Rank 0's side: groups tensors into files, each as large as `shard_bytes` allows (a larger tensor has one of its
+    own). After the first failed write, whose sentence is `problem`, it takes everything and does nothing."""
+
+    def __init__(self, directory: Path, aliases: dict[str, str], dtype: torch.dtype | None, shard_bytes: int):
+        self.directory, self.dtype, self.shard_bytes = directory, dtype, shard_bytes
+        self.partial = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}.partial"
+        self.metadata = {"format": "pt"} | ({ALIASES: json.dumps(aliases)} if aliases else {})
+        self.held: dict[str, torch.Tensor] = {}
+        self.files: list[list[str]] = []
+        self.num_bytes = 0
+        self.kept = dtype
+        self.problem: str | None = None
+        if directory.exists():
+            self.problem = f"{directory} exists already; export to a new name, nothing is overwritten."
+        else:
+            self._attempt(lambda: self.partial.mkdir(parents=True))
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self.problem is not None:
+            return
+        if tensor.is_floating_point():
+            tensor = tensor.to(self.dtype or tensor.dtype)
+            self.kept = self.kept or tensor.dtype
+        if self.held and sum(t.nbytes for t in self.held.values()) + tensor.nbytes > self.shard_bytes:
+            self._write()
+        self.held[name] = _own_memory(tensor)
+        self.num_bytes += tensor.nbytes
+
+    def finish(self, section: ModelSection, tokenizer_dir: Path | None, generation: Mapping[str, Any]) -> None:
+        """Write the rest and publish the directory."""
+        if self.held or not self.files:
+            self._write()
+        self._attempt(lambda: self._publish(section, tokenizer_dir, generation))
+
+    def clear(self) -> None:
+        """Take away what was not published."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self.problem is None:
+            try:
+                action()
+            except (OSError, SafetensorError) as error:
+                self.problem = f"{self.directory} cannot be written: {error}; give a folder with room and permission."
+
+    def _write(self) -> None:
+        """The tensors held, in a file whose final name is not known before the last one."""
+        self._attempt(lambda: save_file(self.held, self.partial / f"{len(self.files)}", self.metadata))
+        self.files.append(list(self.held))
+        self.held = {}
+
+    def _publish(self, section: ModelSection, tokenizer_dir: Path | None, generation: Mapping[str, Any]) -> None:
+        partial, count = self.partial, len(self.files)
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self.files):
+            file = "model.safetensors" if count == 1 else f"model-{i + 1:05}-of-{count:05}.safetensors"
+            os.rename(partial / f"{i}", partial / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            _write_json(partial / INDEX, {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map})
+        ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
+        dtype = str(self.kept or torch.float32).removeprefix("torch.")
+        _write_json(partial / "config.json", config_from_section(section) | ids | {"torch_dtype": dtype})
+        if generation:
+            _write_json(partial / "generation_config.json", dict(generation))
+        for file in TOKENIZER_FILES:
+            if tokenizer_dir is not None and (tokenizer_dir / file).exists():
+                shutil.copyfile(tokenizer_dir / file, partial / file)
+        for path in [*partial.iterdir(), partial]:
+            sync(path)
+        os.rename(partial, self.directory)
+        sync(self.directory.parent)
+
+
+def _aliases(pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Later names of a tensor to its first name, as some rank sees it; these are recorded instead of stored."""
+    seen = [find_aliases(pieces)]
+    if dist.is_initialized():
+        seen = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(seen, find_aliases(pieces))
+    return {name: target for aliases in seen for name, target in aliases.items()}
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous, and not a view of anything larger: overlapping views are stored as separate copies."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _kept(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that is written: only floating-point tensors are cast."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-
-def _plan(names: Mapping[str, torch.Tensor], dtype: torch.dtype | None, shard_bytes: int) -> dict[str, list[str]]:
-    """File name to the tensors it will hold, in order; a tensor larger than `shard_bytes` has a file of its own."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in names.items():
-        size = tensor.numel() * _kept(tensor, dtype).itemsize
-        if groups[-1] and filled + size > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
-
-
-def _start(directory: Path, partial: Path) -> str | None:
-    if directory.exists():
-        return f"{directory} exists already; export to a new name, nothing is overwritten."
-    return _attempt(directory, lambda: partial.mkdir(parents=True))
-
-
-def _attempt(directory: Path, action: Callable[[], object]) -> str | None:
-    """Run `action`; a failed write comes back as its sentence."""
-    try:
-        action()
-    except (OSError, SafetensorError) as error:
-        return f"{directory} cannot be written: {error}; give a folder with room and permission."
-    return None
-
-
-def _finish(
-    directory: Path,
-    partial: Path,
-    files: dict[str, list[str]],
-    names: Mapping[str, torch.Tensor],
-    section: ModelSection,
-    dtype: torch.dtype,
-    tokenizer_dir: Path | None,
-    generation: Mapping[str, Any],
-) -> None:
-    ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
-    config = config_from_section(section) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    _write_json(partial / "config.json", config)
-    if generation:
-        _write_json(partial / "generation_config.json", dict(generation))
-    if len(files) > 1:
-        weight_map = {name: file for file, held in files.items() for name in held}
-        total = sum(names[name].numel() * _kept(names[name], dtype).itemsize for name in weight_map)
-        _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    for file in TOKENIZER_FILES:
-        if tokenizer_dir is not None and (tokenizer_dir / file).exists():
-            shutil.copyfile(tokenizer_dir / file, partial / file)
-    for path in [*partial.iterdir(), partial]:
-        sync(path)
-    os.rename(partial, directory)
-    sync(directory.parent)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

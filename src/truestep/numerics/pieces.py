@@ -99,6 +99,24 @@ def pieces_of(tensors: Mapping[str, torch.Tensor | Piece]) -> dict[str, Piece]:
     return {name: piece_of(tensor) for name, tensor in tensors.items()}
 
 
+def find_aliases(pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Names whose tensor is the same view of the same storage as an earlier name's, by that name.
+
+    Partly overlapping views are no aliases. A piece without elements is no evidence, so the ranks that hold elements
+    decide.
+    """
+    first: dict[tuple, str] = {}
+    aliases = {}
+    for name, piece in pieces.items():
+        local = piece.local
+        if local.numel():
+            view = (local.untyped_storage().data_ptr(), local.storage_offset(), local.stride(), local.dtype)
+            owner = first.setdefault((*view, piece.shape, piece.box), name)
+            if owner != name:
+                aliases[name] = owner
+    return aliases
+
+
 def place(piece: Piece, split: Split, size: int, rank: int, shape: tuple[int, ...]) -> Piece:
     """A piece of rank `rank`'s part of a split parameter (by FSDP2, or all of that part) as a piece of the whole
     parameter of `shape`. `size`: ranks along the split's axis."""

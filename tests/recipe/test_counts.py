@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.recipe.hf import FAMILIES, NAMES, section_of, tiny_hf
 from truestep.errors import ModelError
-from truestep.recipe.model import COUNTING_RULE, ModelSection, attention_pairs
+from truestep.recipe.model import COUNTING_RULE, ModelSection, ParamCounts, attention_pairs
 
 SECTION = ModelSection(hidden_size=64, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=96)
 
@@ -74,6 +74,20 @@ def test_c86c_every_parameter_of_a_dense_model_is_active():
     assert counts.active == counts.total
 
 
+def test_c86c_a_token_is_active_in_the_experts_that_it_goes_to():
+    """Shared 50 parameters, 8 experts of 100, top-2: 250 active, 850 stored."""
+    counts = ParamCounts(0, 0, 0, 50, 0, experts=800, active_experts=200)
+    assert (counts.active, counts.total) == (250, 850)
+    section = section_of("deepseek_v3")  # two blocks with experts of 3 x 32 x 20, and with shared ones twice as large
+    counts, moe = section.counts(), section.moe
+    assert moe is not None
+    assert (counts.experts, counts.active_experts) == (2 * 6 * 1920, 2 * 3 * 1920)
+    assert counts.mlp == 3 * 32 * 48 + 2 * 3840 and counts.router == 2 * 6 * 32
+    assert counts.total - counts.active == 2 * 3 * 1920
+    more = section.model_copy(update={"moe": moe.model_copy(update={"num_experts": 12})})
+    assert more.flops_per_row(8) - section.flops_per_row(8) == 2 * 8 * 2 * 6 * 32  # the router's products only
+
+
 def test_c86_training_is_three_times_forward_and_the_rule_is_named():
     section = SECTION.resolved(500)
     assert section.train_flops(640, 64) == 3 * 10 * section.flops_per_row(64)
@@ -86,7 +100,7 @@ def test_c86_training_is_three_times_forward_and_the_rule_is_named():
 def test_c86_flops_are_those_that_torch_counts(family):
     """Forward and backward of a plain `transformers` model with eager (full) attention. Rotary tables, made by
     a matrix product there, do not count."""
-    model, section = tiny_hf(family, attn_implementation="eager"), section_of(family)
+    model, section = tiny_hf(family, attn_implementation="eager", experts_implementation="eager"), section_of(family)
     tokens_BT = torch.arange(2 * 12).reshape(2, 12) % section.vocab_size
     with FlopCounterMode(display=False) as forward:
         logits = model(tokens_BT, use_cache=False).logits
@@ -101,7 +115,7 @@ def test_c86_flops_are_those_that_torch_counts(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_those_of_transformers(family, tied):
     model, section = tiny_hf(family, tie_word_embeddings=tied), section_of(family, tie_embeddings=tied)
-    sizes = dict.fromkeys(("embedding", "head", "attention", "mlp", "norm"), 0)
+    sizes = dict.fromkeys(NAMES, 0)
     for name, parameter in model.named_parameters():
         sizes[next(kind for kind, words in NAMES.items() if any(word in name for word in words))] += parameter.numel()
     counts = section.counts()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from truestep.recipe.check_moe import mla_problems, moe_problems
 from truestep.recipe.families import FAMILIES
 from truestep.recipe.model import ModelSection
 from truestep.recipe.problems import Problem, value_words
@@ -25,6 +26,8 @@ def model_problems(recipe: Recipe) -> Iterator[Problem]:
     if model.module is None:
         yield from _heads(model)
         yield from _family(model)
+        yield from moe_problems(model)
+        yield from mla_problems(model)
         scaling = model.rope_scaling
         if scaling and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -47,6 +50,8 @@ def tokenizer_size(recipe: Recipe) -> int | None:
 
 def _heads(model: ModelSection) -> Iterator[Problem]:
     width, heads, keys = model.hidden_size, model.num_heads, model.num_kv_heads
+    if model.mla is not None:
+        return  # it has sizes of its own
     if model.head_dim == 0 and width % heads:
         text = f"is {heads}, which does not divide hidden_size {width}; change one, or set head_dim."
         yield Problem("model.num_heads", text, ("model.hidden_size", "model.head_dim"))

@@ -11,6 +11,7 @@ from truestep.imports import is_import_path
 from truestep.recipe.data import DataSection, TokenizerSection
 from truestep.recipe.machine import Checkpoint, Ledger, Machine
 from truestep.recipe.model import ModelSection, RopeScaling
+from truestep.recipe.moe import Moe
 from truestep.recipe.section import Section
 from truestep.recipe.stage import Gate, Loss, Optim, Sample, Schedule
 
@@ -75,10 +76,16 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
             "a sliding_window",
             ("sliding_window",),
         ),
+        Rule(("num_kv_heads", "head_dim"), lambda s: s.mla is None, "plain attention, without [model.mla]", ("mla",)),
+    ),
+    Moe: (
+        Rule(("balance_coefficient", "counts"), lambda s: s.balance in (None, "aux"), 'balance = "aux"', ("balance",)),
+        Rule(("bias_rate",), lambda s: s.balance in (None, "bias"), 'balance = "bias"', ("balance",)),
+        Rule(("top_groups",), lambda s: s.groups > 1, "groups above 1", ("groups",)),
     ),
     RopeScaling: (
         _when("kind", "llama3")("low_freq_factor", "high_freq_factor"),
-        _when("kind", "yarn")("beta_fast", "beta_slow", "attention_factor"),
+        _when("kind", "yarn")("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
         _when("kind", "llama3", "yarn")("original_context"),
     ),
     Schedule: (

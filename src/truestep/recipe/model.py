@@ -5,12 +5,15 @@ from typing import Any, Literal
 
 from truestep.errors import ModelError
 from truestep.recipe.families import FAMILIES, Family
+from truestep.recipe.mla import Mla
+from truestep.recipe.moe import Moe
 from truestep.recipe.section import Section, field
 
 COUNTING_RULE = (
     "matmul-2: a multiply-add is 2 FLOP; every matrix product is counted and nothing else: embedding look-up 0, head "
-    "2 x vocabulary x width per token (tied or not), attention 4 x heads x head_dim per query-key pair; a row is one "
-    "document; backward is twice forward; recomputation is not counted"
+    "2 x vocabulary x width per token (tied or not), attention 2 x heads x (key size + value size) per query-key pair; "
+    "of experts, those that a token goes to; a row is one document; backward is twice forward; recomputation is not "
+    "counted"
 )
 
 
@@ -24,28 +27,40 @@ class RopeScaling(Section):
     high_freq_factor: float = field(4.0, help="llama3 only; above low_freq_factor", gt=0)
     beta_fast: float = field(32.0, help="yarn only", gt=0)
     beta_slow: float = field(1.0, help="yarn only", gt=0)
-    attention_factor: float | None = field(None, help="yarn only; by default 0.1 ln(factor) + 1", gt=0)
+    attention_factor: float | None = field(
+        None, help="yarn only; by default m(mscale) / m(mscale_all_dim), where m(s) = 0.1 s ln(factor) + 1", gt=0
+    )
+    mscale: float | None = field(
+        None, help="yarn only: with mscale_all_dim, of the factor on rotary tables (without both: m(1))", gt=0
+    )
+    mscale_all_dim: float | None = field(
+        None, help="yarn only: besides, latent attention multiplies its scores by m(mscale_all_dim)^2", gt=0
+    )
 
 
 @dataclass(frozen=True)
 class ParamCounts:
-    """Parameters by what they are for. A tied head counts once, under `embedding`; biases count with their matrix."""
+    """Parameters by what they are for. A tied head counts once, under `embedding`; biases count with their matrix;
+    shared experts count under `mlp`. `active_experts` are those of the `experts` that one token goes to."""
 
     embedding: int
     head: int
     attention: int
     mlp: int
     norm: int
+    router: int = 0
+    experts: int = 0
+    active_experts: int = 0
 
     @property
     def total(self) -> int:
         """Parameters stored."""
-        return self.embedding + self.head + self.attention + self.mlp + self.norm
+        return self.embedding + self.head + self.attention + self.mlp + self.norm + self.router + self.experts
 
     @property
     def active(self) -> int:
         """Parameters that one token goes through: all of them in a dense model."""
-        return self.total
+        return self.total - self.experts + self.active_experts
 
 
 def attention_pairs(context: int, window: int | None = None, causal: bool = True) -> int:
@@ -109,6 +124,8 @@ class ModelSection(Section):
     query_scale: float | None = field(
         None, help="attention scores are scaled by query_scale ** -0.5; by default head_dim", gt=0
     )
+    moe: Moe | None = field(None, help="experts instead of the MLP (mixtral, qwen3_moe, deepseek_v3)")
+    mla: Mla | None = field(None, help="multi-head latent attention (deepseek_v3)")
     init_std: float = field(
         0.02,
         help="standard deviation of the initial weights; "
@@ -127,12 +144,16 @@ class ModelSection(Section):
         if self.module is not None:
             return self.model_copy(update={"vocab_size": self.vocab_size or vocab_size})
         rules = FAMILIES[self.family]
-        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        head_dim, keys = self.head_dim or self.hidden_size // self.num_heads, self.num_kv_heads or self.num_heads
+        if self.mla is not None:
+            head_dim, keys = self.mla.nope_dim + self.mla.rope_dim, self.num_heads
+        inner = self.intermediate_size or -(-8 * self.hidden_size // 192) * 64
         sizes = {
             "vocab_size": self.vocab_size or vocab_size,
-            "intermediate_size": self.intermediate_size or -(-8 * self.hidden_size // 192) * 64,
-            "num_kv_heads": self.num_kv_heads or self.num_heads,
+            "intermediate_size": inner,
+            "num_kv_heads": keys,
             "head_dim": head_dim,
+            "moe": self._resolved_moe(inner),
         }
         options = rules.structure | {
             "activation": rules.activation,
@@ -143,34 +164,84 @@ class ModelSection(Section):
         open_options = {name: value for name, value in options.items() if getattr(self, name) is None}
         return self.model_copy(update=sizes | open_options)
 
+    def _resolved_moe(self, inner: int) -> Moe | None:
+        if self.moe is None:
+            return None
+        sigmoid = self.family == "deepseek_v3"
+        return self.moe.model_copy(
+            update={
+                "expert_size": self.moe.expert_size or inner,
+                "scoring": self.moe.scoring or ("sigmoid" if sigmoid else "softmax"),
+                "balance": self.moe.balance or ("bias" if sigmoid else "aux"),
+            }
+        )
+
     def window_of(self, layer: int) -> int | None:
         """The sliding window of block `layer` (0-based); None where it attends to the whole row."""
         every = self.full_attention_every
         return None if every and (layer + 1) % every == 0 else self.sliding_window
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether block `layer` (0-based) has experts instead of the dense MLP."""
+        return self.moe is not None and self.moe.in_layer(layer)
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Blocks with experts."""
+        return sum(self.has_experts(layer) for layer in range(self.num_layers))
+
     def counts(self) -> ParamCounts:
         """Parameters of a resolved section, exactly those of the built model."""
         self._check_countable()
-        width, layers, inner = self.hidden_size, self.num_layers, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        width, layers, sparse, moe = self.hidden_size, self.num_layers, self.num_expert_layers, self.moe
         table = self.vocab_size * width
-        attention = 2 * width * (queries + keys)
-        attention += (queries + 2 * keys if self.attention_bias else 0) + (width if self.attention_out_bias else 0)
-        mlp = 3 * width * inner + (2 * inner + width if self.mlp_bias else 0)
-        qk_norm = {"none": 0, "head": 2 * self.head_dim, "full": queries + keys}[str(self.qk_norm)]
-        norm = (4 if self.norm_placement == "sandwich" else 2) * width + qk_norm
-        head = 0 if self.tie_embeddings else table
-        return ParamCounts(table, head, layers * attention, layers * mlp, layers * norm + width)
+        mlp = 3 * width * self.intermediate_size + (2 * self.intermediate_size + width if self.mlp_bias else 0)
+        shared = 3 * width * moe.shared_size + (2 * moe.shared_size + width if self.mlp_bias else 0) if moe else 0
+        expert = 3 * width * moe.expert_size if moe else 0
+        norm = (4 if self.norm_placement == "sandwich" else 2) * width + self._attention_norms()
+        return ParamCounts(
+            embedding=table,
+            head=0 if self.tie_embeddings else table,
+            attention=layers * (self._attention_products() + self._attention_biases()),
+            mlp=(layers - sparse) * mlp + (sparse * shared if moe and moe.shared_size else 0),
+            norm=layers * norm + width,
+            router=sparse * width * moe.num_experts if moe else 0,
+            experts=sparse * expert * moe.num_experts if moe else 0,
+            active_experts=sparse * expert * moe.top_k if moe else 0,
+        )
+
+    def _attention_products(self) -> int:
+        """Multiply-adds of a token's projections in one block, which are also the elements of their matrices."""
+        width, heads, mla = self.hidden_size, self.num_heads, self.mla
+        if mla is None:
+            return 2 * width * (heads + self.num_kv_heads) * self.head_dim
+        q = heads * self.head_dim
+        queries = mla.q_rank * (width + q) if mla.q_rank else width * q
+        keys = width * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+        return queries + keys + heads * mla.v_dim * width
+
+    def _attention_biases(self) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        inner = queries + 2 * keys if self.mla is None else self.mla.q_rank + self.mla.kv_rank + self.mla.rope_dim
+        return (inner if self.attention_bias else 0) + (self.hidden_size if self.attention_out_bias else 0)
+
+    def _attention_norms(self) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if self.mla is not None:
+            return self.mla.q_rank + self.mla.kv_rank
+        return {"none": 0, "head": 2 * self.head_dim, "full": queries + keys}[str(self.qk_norm)]
 
     def flops_per_row(self, context: int, causal: bool = True) -> int:
         """Forward FLOPs of one row of `context` tokens by COUNTING_RULE. causal=False counts attention as T^2 pairs."""
         self._check_countable()
-        heads = self.num_heads * self.head_dim
-        projections = 2 * self.hidden_size * (heads + self.num_kv_heads * self.head_dim)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        per_token = 2 * (self.num_layers * (projections + mlp) + self.vocab_size * self.hidden_size)
+        width, sparse, moe = self.hidden_size, self.num_expert_layers, self.moe
+        products = self.num_layers * self._attention_products() + self.vocab_size * width
+        products += (self.num_layers - sparse) * 3 * width * self.intermediate_size
+        if moe is not None:
+            products += sparse * width * (moe.num_experts + 3 * (moe.top_k * moe.expert_size + moe.shared_size))
         pairs = sum(attention_pairs(context, self.window_of(layer), causal) for layer in range(self.num_layers))
-        return per_token * context + 4 * heads * pairs
+        sizes = self.head_dim + (self.head_dim if self.mla is None else self.mla.v_dim)
+        return 2 * products * context + 2 * self.num_heads * sizes * pairs
 
     def flops_per_token(self, context: int, causal: bool = True) -> float:
         """Forward FLOPs of a token, averaged over a row of `context` tokens."""

@@ -1,0 +1,78 @@
+"""Steps on fake tensors: shapes, dtypes and lifetimes of a real one, without memory and without numbers.
+
+A step reads a few numbers back (its loss, the norm, how many rows have a target). A fake tensor has none, so here they
+are made up: a number is 1, a condition that Python branches on is false, and `nonzero` finds every element.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def fake_mode() -> FakeTensorMode:
+    """What fake tensors belong to; those of two modes cannot meet, so a dry run has one. Real tensors may be read."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """New tensors are fake ones in here, and their numbers are made up."""
+    with mode, _Reads(), _Lists():
+        yield
+
+
+class _Reads(TorchDispatchMode):
+    """Answers the operators that would look at the elements of a fake tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = kwargs or {}
+        if func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            return func(*args, **given)
+        if not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                return func(*args, **given)
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_zeros((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        return _made_up(args[0].dtype)
+
+
+class _Lists(TorchFunctionMode):
+    """Answers Tensor.tolist, which is no operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
+            return _nested(_made_up(args[0].dtype), args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _made_up(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return False
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _nested(value: Any, shape: torch.Size) -> Any:
+    return value if not shape else [_nested(value, shape[1:]) for _ in range(shape[0])]
+
+
+@contextmanager
+def fake_memory(mode: FakeTensorMode) -> Iterator[None]:
+    """Modules get fake tensors where they would get memory (`to_empty`), and everything else is real: meshes compute
+    with tensors of their own when they are made. A method of torch is replaced for as long as this lasts."""
+    original = nn.Module.to_empty
+
+    def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        with mode:
+            return original(module, device=device, recurse=recurse)
+
+    nn.Module.to_empty = to_empty
+    try:
+        yield
+    finally:
+        nn.Module.to_empty = original

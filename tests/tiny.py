@@ -6,6 +6,7 @@ import torch.distributed as dist
 from truestep.models.build import init_weights
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import IGNORE, Batch
+from truestep.numerics.pieces import stream_whole
 from truestep.parallel.job import Job
 from truestep.recipe.machine import Machine, Mesh
 from truestep.recipe.model import ModelSection
@@ -83,7 +84,7 @@ def state(
     return build(
         stage,
         model,
-        lambda m: init_weights(m, 3),
+        lambda m, pieces: init_weights(m, 3, pieces),
         job=here,
         machine=settings,
         precision=precision,
@@ -93,10 +94,9 @@ def state(
 
 
 def whole_gradients(training: TrainState) -> dict[str, torch.Tensor]:
-    """Gradients of all parameters, gathered."""
-    found = {}
-    for name, parameter in training.parallel.bare.named_parameters():
-        grad = parameter.grad
-        assert grad is not None, name
-        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
-    return found
+    """Gradients of all parameters, gathered on every rank."""
+    found = [dict(stream_whole(training.parallel.gradients()))]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, 0)
+    assert set(found[0]) >= set(dict(training.parallel.bare.named_parameters()))
+    return {name: gradient.clone() for name, gradient in found[0].items()}

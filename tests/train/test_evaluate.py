@@ -13,8 +13,9 @@ from tests.dist import run_ranks
 from truestep.data.loader import Corpus, evaluation_batches
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.numerics.head import Logits
-from truestep.parallel.apply import Parallel
-from truestep.parallel.mesh import Degrees
+from truestep.parallel.groups import Groups
+from truestep.parallel.model import Parallel
+from truestep.recipe.degrees import Degrees
 from truestep.train.evaluate import Text, as_it_was, evaluate
 
 
@@ -38,7 +39,7 @@ class Uniform(nn.Module):
 
 
 def parallel_of(model: nn.Module) -> Parallel:
-    return Parallel(model, model, Degrees(1, 1), torch.float32, torch.device("cpu"))
+    return Parallel(model, model, Groups(Degrees()), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])

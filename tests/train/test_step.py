@@ -31,13 +31,13 @@ def gradients_of(batches: list[Batch], precision="float64", monkey=None, **optio
 
 def stepped(training, batches, num_targets=None):
     kept = {}
-    zero = training.optimizer.zero_grad
+    zero = training.parallel.zero_grad
 
     def keep():
         kept.update(tiny.whole_gradients(training))
         zero()
 
-    training.optimizer.zero_grad = keep
+    training.parallel.zero_grad = keep
     if num_targets is None:
         num_targets = sum(batch.num_targets for batch in batches)
     result = train_step(training, batches, num_targets, [])

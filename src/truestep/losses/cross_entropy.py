@@ -6,6 +6,9 @@ the logits are x = c·tanh(u / c) of the products u, and du = dx·(1 - (x / c)²
 
 Both gradients are made in the forward pass, while a chunk's logits exist: three matrix products as in the plain loss,
 but never more than `chunk_tokens` rows of logits. (Making them in the backward pass would need a fourth product.)
+
+Where the rows of the output matrix are split over an axis, each of its ranks has the logits of its own rows; only Z, the
+largest logit and the label's are shared. Every rank ends with the same sums, and with its share of the gradients.
 """
 
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from truestep.errors import UserError
 from truestep.losses.base import LossSum
+from truestep.numerics.axis import Axis
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
 
@@ -40,7 +44,14 @@ class CrossEntropy:
             return LossSum(out.sum)
         if isinstance(out, HeadInput):
             total, nll = linear_cross_entropy(
-                out.hidden_BTD, out.weight_VD, batch.labels_BT, out.softcap, self.z_loss, self.chunk_tokens
+                out.hidden_BTD,
+                out.weight_VD,
+                batch.labels_BT,
+                out.softcap,
+                self.z_loss,
+                self.chunk_tokens,
+                out.vocab,
+                out.first_row,
             )
         else:
             total, nll = cross_entropy(out.logits(), batch.labels_BT, self.z_loss)
@@ -66,14 +77,17 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk_tokens: int = 1024,
+    vocab: Axis | None = None,
+    first_row: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy` of softcap(hidden @ weight.T) without the logits: the sums (with z-loss, without and detached)
     over labels other than IGNORE, in fp32 (float64 stays float64). Products are made in autocast's dtype where
     autocast is on, else in that of the hidden states; everything else, and the accumulation of the weight's gradient,
-    in fp32 at least. The backward pass may run once."""
+    in fp32 at least. `weight_VD` holds the rows from `first_row` on where `vocab` splits them. The backward pass may
+    run once."""
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
-    options = _Options(softcap, z_loss, chunk_tokens, dtype, torch.is_grad_enabled())
+    options = _Options(softcap, z_loss, chunk_tokens, dtype, torch.is_grad_enabled(), vocab or Axis("tp"), first_row)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden_BTD, weight_VD, labels_BT, options)
 
@@ -85,6 +99,8 @@ class _Options:
     chunk_tokens: int
     dtype: torch.dtype
     grad: bool
+    vocab: Axis
+    first_row: int
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -157,16 +173,14 @@ class _Chunks:
         logits_CV = hidden_CD @ self.weight_VD.T
         if softcap is not None:
             logits_CV = logits_CV.to(wide).div_(softcap).tanh_().mul_(softcap)
-        logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
-        nll_C1 = logp_CV.gather(1, labels_C1).neg_()
-        log_z_C1 = nll_C1 + logits_CV.gather(1, labels_C1)
+        nll_C1, log_z_C1, logp_CV, hit_CV = self._softmax(logits_CV, labels_C1)
         self.nll_N[rows], self.log_z_N[rows] = nll_C1[:, 0], log_z_C1[:, 0]
         if self.grad_hidden_ND is None and self.grad_weight_VD is None:
             return
         grad_CV = logp_CV.exp_()
         if z_loss:
             grad_CV.mul_(1 + 2 * z_loss * log_z_C1)
-        grad_CV.scatter_add_(1, labels_C1, grad_CV.new_full(labels_C1.shape, -1.0))
+        grad_CV.scatter_add_(1, *hit_CV)
         if softcap is not None:
             grad_CV.mul_(logits_CV.div_(softcap).square_().neg_().add_(1))
         grad_CV = grad_CV.to(self.options.dtype)
@@ -177,3 +191,24 @@ class _Chunks:
                 self.grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
             else:
                 self.grad_weight_VD.add_(grad_CV.T @ hidden_CD)
+
+    def _softmax(
+        self, logits_CV: torch.Tensor, labels_C1: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """(nll_C1, log_z_C1, logp_CV of this rank's rows, (index_C1, value_C1) of the label's -1 in the gradient)."""
+        vocab, wide = self.options.vocab, self.nll_N.dtype
+        if vocab.size == 1:
+            logp_CV = torch.log_softmax(logits_CV, dim=-1, dtype=wide)
+            nll_C1 = logp_CV.gather(1, labels_C1).neg_()
+            minus_C1 = logp_CV.new_full(labels_C1.shape, -1.0)
+            return nll_C1, nll_C1 + logits_CV.gather(1, labels_C1), logp_CV, (labels_C1, minus_C1)
+        logits_CV = logits_CV.to(wide)
+        rows = labels_C1 - self.options.first_row
+        own_C1 = (rows >= 0) & (rows < logits_CV.shape[1])
+        rows = rows * own_C1
+        top_C1 = vocab.max_(logits_CV.amax(1, keepdim=True))
+        label_C1 = logits_CV.gather(1, rows) * own_C1
+        shared = torch.stack(((logits_CV - top_C1).exp_().sum(1, keepdim=True), label_C1))
+        total_C1, label_C1 = vocab.sum_(shared).unbind()
+        log_z_C1 = total_C1.log() + top_C1
+        return log_z_C1 - label_C1, log_z_C1, logits_CV - log_z_C1, (rows, -own_C1.to(wide))

@@ -1,5 +1,7 @@
 """Negative log-likelihood of each target by itself, for evaluation: no gradient, a few rows of logits at a time."""
 
+from dataclasses import replace
+
 import torch
 
 from truestep.numerics.batch import IGNORE
@@ -17,7 +19,7 @@ def token_nll(out: HeadInput | Logits, labels_BT: torch.Tensor) -> torch.Tensor:
     else:
         hidden_ND = out.hidden_BTD.reshape(1, -1, out.hidden_BTD.shape[-1])
         pieces = zip(hidden_ND.split(CHUNK_ROWS, dim=1), labels_N.split(CHUNK_ROWS))
-        nll_N = torch.cat([_nll(HeadInput(h, out.weight_VD, out.softcap).logits()[0], y) for h, y in pieces])
+        nll_N = torch.cat([_nll(replace(out, hidden_BTD=h).logits()[0], y) for h, y in pieces])
     return nll_N.view(labels_BT.shape)
 
 

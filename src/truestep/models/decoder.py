@@ -3,35 +3,66 @@
 Shapes: B rows, T tokens, D hidden_size, V vocab_size, H query heads, G key/value heads, K head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import embedding
 
 from truestep.models.attention import mask
-from truestep.models.cache import KVCache, numbered
-from truestep.models.layers import Block, LayerInput, RMSNorm
+from truestep.models.cache import KVCache
+from truestep.models.layers import Block, LayerInput, Linear, Parted, RMSNorm
 from truestep.models.roles import infer_roles
 from truestep.models.rope import Rope
+from truestep.numerics.axis import Axes
 from truestep.numerics.head import HeadInput
+from truestep.numerics.pieces import Split, span
 from truestep.numerics.roles import Role
 from truestep.recipe.model import ModelSection
+
+
+class Blocks(nn.Module):
+    """Blocks by their number in the whole model, which is also their name, whatever part of the model this is."""
+
+    def __init__(self, blocks: Mapping[int, Block]):
+        super().__init__()
+        for number, block in blocks.items():
+            self.add_module(str(number), block)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._modules.values())  # pyright: ignore[reportReturnType]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __getitem__(self, number: int) -> Block:
+        block = self._modules[str(number)]
+        assert isinstance(block, Block)
+        return block
 
 
 class Decoder(nn.Module):
     """`section` is resolved (every option filled in). `blocks` are the units of sharding, recomputation, compilation.
 
-    A tied head has no parameter of its own: it is the embedding's weight, one Parameter under one name."""
+    A tied head has no parameter of its own: it is the embedding's weight, one Parameter under one name.
+
+    A part of a model (`keep`) has some of the blocks; the first part alone embeds tokens, the last alone has the norm
+    and the head. The tied table of a last part that is not the first as well is its own tensor, `head_mirror`: whoever
+    cuts a model up keeps it equal to the table of the first part.
+    """
+
+    embed: nn.Embedding | None
+    norm: RMSNorm | None
 
     def __init__(self, section: ModelSection):
         super().__init__()
         self.section = section
         self.embed = nn.Embedding(section.vocab_size, section.hidden_size)
-        self.blocks = nn.ModuleList(Block(section, layer) for layer in range(section.num_layers))
+        self.blocks = Blocks({layer: Block(section, layer) for layer in range(section.num_layers)})
         self.norm = RMSNorm(section.hidden_size, section.norm_eps, bool(section.norm_offset))
         if not section.tie_embeddings:
-            self.head = nn.Linear(section.hidden_size, section.vocab_size, bias=False)
+            self.head = Linear(section.hidden_size, section.vocab_size, bias=False)
         rope = Rope(section.head_dim, section.rope_theta, section.rope_scaling)
         # gemma3: layers with a window have a rotary base of their own, which is never scaled
         local = (
@@ -39,31 +70,86 @@ class Decoder(nn.Module):
         )
         windows = [section.window_of(layer) for layer in range(section.num_layers)]
         self._ropes = {window: rope if window is None else local for window in windows}
+        self.axes = Axes()
+
+    def place(self, axes: Axes) -> None:
+        """Split the work over axes. Parameters keep their whole shapes: whoever calls this cuts them by `splits`."""
+        self.axes = axes
+        for module in self.modules():
+            if isinstance(module, Parted):
+                module.place(axes)
+
+    def splits(self) -> dict[str, Split]:
+        """How axes split the parameters, by name. The vocabulary is cut as evenly as it goes, never padded."""
+        table = {name: Split("tp", 0) for name in ("embed.weight", "head.weight", "head_mirror")}
+        for prefix, module in self.named_modules():
+            if isinstance(module, Parted):
+                table |= {f"{prefix}.{name}": split for name, split in module.splits().items()}
+        return {name: table[name] for name, _ in self.named_parameters() if name in table}
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None:
+        """Become the part of the model with these blocks. Call on the meta device, before parameters are cut."""
+        self.blocks = Blocks({layer: self.blocks[layer] for layer in layers})
+        if last and not first and self.section.tie_embeddings:
+            assert self.embed is not None
+            self.head_mirror = nn.Parameter(torch.empty_like(self.embed.weight))
+        if not first:
+            self.embed = None
+        if not last:
+            self.norm = None
+            if not self.section.tie_embeddings:
+                del self.head
 
     def forward(
         self,
-        tokens_BT: torch.Tensor,
+        x: torch.Tensor,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
         head: Callable[[HeadInput], Any] | None = None,
         labels_BT: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """head(HeadInput), or without a head logits_BTV. Without positions they count from 0 (behind the cache);
-        without documents every row is one. Labels are for modules with a loss of their own; this one reads none."""
-        x_BTD = self.embed(tokens_BT)
-        if torch.is_autocast_enabled(x_BTD.device.type):  # the residual stream is what FSDP2's mixed precision makes it
-            x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
+        """head(HeadInput), or without a head logits_BTV; of a part that is not the last one its hidden states.
+
+        `x` is tokens_BT, or what the part before gave. Without positions they count from 0 (behind the cache); without
+        documents every row is one. Labels are for modules with a loss of their own; this one reads none."""
+        x_BTD = x if self.embed is None else self._embed(x)
+        length = x_BTD.shape[1] * self.axes.tp.size
+        given = self._layer_inputs(x_BTD, length, positions_BT, documents_BT, cache)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, given[block.window])
+        if cache is not None:
+            cache.advance(x, documents_BT)
+        if self.norm is None:
+            return x_BTD
+        first_row, _ = span(self.section.vocab_size, self.axes.tp.size, self.axes.tp.rank)
+        hidden_BTD = self.axes.tp.gather(self.norm(x_BTD), 1)
+        softcap, vocab_size = self.section.logit_softcap, self.section.vocab_size
+        out = HeadInput(hidden_BTD, self._table(), softcap, self.axes.tp, first_row, vocab_size)
+        return out.logits() if head is None else head(out)
+
+    def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Hidden states of this rank's part of the sequence."""
+        assert self.embed is not None
+        tp, device = self.axes.tp, tokens_BT.device.type
+        if tp.size == 1:
+            x_BTD = self.embed(tokens_BT)
+        else:
+            first, stop = span(self.section.vocab_size, tp.size, tp.rank)
+            own_BT = (tokens_BT >= first) & (tokens_BT < stop)
+            x_BTD = embedding((tokens_BT - first) * own_BT, self.embed.weight) * own_BT[..., None]
+        if torch.is_autocast_enabled(device):  # the residual stream is what FSDP2's mixed precision makes it
+            x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
+        x_BTD = tp.scatter_sum(x_BTD, 1)
         if self.section.embed_scale:
             x_BTD = x_BTD * torch.tensor(self.section.hidden_size**0.5, dtype=x_BTD.dtype)
-        given = self._layer_inputs(tokens_BT, positions_BT, documents_BT, x_BTD.dtype, cache)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, given[block.window])  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if cache is not None:
-            cache.advance(tokens_BT, documents_BT)
-        weight_VD = self.embed.weight if self.section.tie_embeddings else self.head.weight
-        out = HeadInput(self.norm(x_BTD), weight_VD, self.section.logit_softcap)
-        return out.logits() if head is None else head(out)
+        return x_BTD
+
+    def _table(self) -> torch.Tensor:
+        """This rank's rows of the output matrix."""
+        if not self.section.tie_embeddings:
+            return self.head.weight
+        return self.head_mirror if self.embed is None else self.embed.weight
 
     def roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""
@@ -71,17 +157,19 @@ class Decoder(nn.Module):
 
     def _layer_inputs(
         self,
-        tokens_BT: torch.Tensor,
+        x_BTD: torch.Tensor,
+        length: int,
         positions_BT: torch.Tensor | None,
         documents_BT: torch.Tensor | None,
-        dtype: torch.dtype,
         cache: KVCache | None,
     ) -> dict[int | None, LayerInput]:
         """Rotary tables and mask of the layers with each window (None: full attention), made once for all of them."""
-        start, length = (0 if cache is None else cache.length), tokens_BT.shape[1]
+        start, dtype = (0 if cache is None else cache.length), x_BTD.dtype
         if positions_BT is None:
-            positions_BT = torch.arange(start, start + length, device=tokens_BT.device)[None]
-        queries_BT = numbered(tokens_BT, documents_BT)
+            positions_BT = torch.arange(start, start + length, device=x_BTD.device)[None]
+        queries_BT = documents_BT
+        if queries_BT is None:
+            queries_BT = torch.zeros(x_BTD.shape[0], length, dtype=torch.int32, device=x_BTD.device)
         keys_BS = queries_BT if cache is None else cache.documents_with(queries_BT)
         given: dict[int | None, LayerInput] = {}
         options = {"softcap": self.section.attention_softcap is not None, "head_dim": self.section.head_dim}

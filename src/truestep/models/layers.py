@@ -1,12 +1,22 @@
-"""The parts of a block: normalisation, attention with its projections, gated MLP."""
+"""The parts of a block: normalisation, linear maps, attention with its projections, gated MLP.
+
+Along the tensor axis a block's input and output are parts of the sequence (sequence parallelism, arXiv 2205.05198):
+attention and MLP gather it, work on their own heads or columns, and add up and cut their results. Along the context
+axis everything but the core of attention works on a part of the sequence. `place` tells a module its axes; one that
+was not placed is whole.
+"""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, rms_norm, silu
+from torch.nn.functional import gelu, linear, rms_norm, silu
 
 from truestep.models.attention import Mask, attend
 from truestep.models.cache import KVCache
 from truestep.models.rope import RopeTables
+from truestep.numerics.axis import Axes, Axis
+from truestep.numerics.pieces import Split, span
 from truestep.recipe.model import ModelSection
 
 
@@ -20,12 +30,50 @@ class LayerInput:
         self.cache = cache
 
 
+class Parted(nn.Module):
+    """A module that knows how its work is split over axes."""
+
+    def place(self, axes: Axes) -> None:
+        """Take up the axes; called once, before the parameters are cut."""
+        raise NotImplementedError
+
+    def splits(self) -> dict[str, Split]:
+        """How its own parameters are split, by their names in it; those that are not named are whole on every rank.
+        Names of parameters that do not exist (biases) do no harm. Called after `place`."""
+        raise NotImplementedError
+
+
+class Linear(nn.Linear):
+    """y = x Wᵀ + b. `product` is the seam of low precision: (x, W) -> x Wᵀ. `after` is what is done with the product
+    before the bias is added, which must not be added once a rank. `rows`: the outputs that are wanted."""
+
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None
+    rows: slice | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (self.weight, self.bias) if self.rows is None else (self.weight[self.rows], self._cut_bias())
+        if self.after is None and self.product is None:
+            return linear(x, weight, bias)
+        y = (self.product or linear)(x, weight)
+        y = y if self.after is None else self.after(y)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def _cut_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias[self.rows]
+
+
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · (offset + weight), at least in fp32, back in the dtype of x (arXiv 1910.07467)."""
+    """x / sqrt(mean(x²) + eps) · (offset + weight), at least in fp32, back in the dtype of x (arXiv 1910.07467).
+
+    `across`: the axis over which the features are split, where they are."""
+
+    across: Axis | None = None
 
     def __init__(self, size: int, eps: float, offset: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
+        self.size = size
         self.eps = eps
         self.offset = offset
 
@@ -33,36 +81,90 @@ class RMSNorm(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = self.weight.to(wide)
         scale = scale + 1.0 if self.offset else scale
-        return rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
+        if self.across is None:
+            return rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
+        square = self.across.sum(x.to(wide).square().sum(-1, keepdim=True)) / self.size
+        return (x.to(wide) * torch.rsqrt(square + self.eps) * scale).to(x.dtype)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions, and RMSNorm of q and k where asked for."""
+class Attention(Parted):
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions, and RMSNorm of q and k where asked for.
+
+    Over the tensor axis query heads are split as evenly as they go. Key/value heads are split along where the axis
+    divides both; else every rank holds all of their weights, computes the heads that its queries need, and has a share
+    of their gradient."""
 
     def __init__(self, section: ModelSection, layer: int):
         super().__init__()
         s = section
         self.layer = layer
         self.head_dim = s.head_dim
+        self.num_heads, self.num_kv_heads = s.num_heads, s.num_kv_heads
         self.scale = (s.query_scale or s.head_dim) ** -0.5
         self.softcap = s.attention_softcap
         queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-        self.q = nn.Linear(s.hidden_size, queries, bias=bool(s.attention_bias))
-        self.k = nn.Linear(s.hidden_size, keys, bias=bool(s.attention_bias))
-        self.v = nn.Linear(s.hidden_size, keys, bias=bool(s.attention_bias))
-        self.out = nn.Linear(queries, s.hidden_size, bias=s.attention_out_bias)
+        self.q = Linear(s.hidden_size, queries, bias=bool(s.attention_bias))
+        self.k = Linear(s.hidden_size, keys, bias=bool(s.attention_bias))
+        self.v = Linear(s.hidden_size, keys, bias=bool(s.attention_bias))
+        self.out = Linear(queries, s.hidden_size, bias=s.attention_out_bias)
         self.norm_whole = s.qk_norm == "full"
         sizes = {"none": None, "head": (s.head_dim, s.head_dim), "full": (queries, keys)}[s.qk_norm or "none"]
         self.q_norm = RMSNorm(sizes[0], s.norm_eps, bool(s.norm_offset)) if sizes else nn.Identity()
         self.k_norm = RMSNorm(sizes[1], s.norm_eps, bool(s.norm_offset)) if sizes else nn.Identity()
+        self.core = attend
+        self.tp = Axis("tp")
+        self.kv_heads: slice | None = None
+        self.kv_of_query: list[int] | None = None
+
+    def place(self, axes: Axes) -> None:
+        self.tp = tp = axes.tp
+        if tp.size == 1:
+            return
+        self.out.after = lambda y: tp.scatter_sum(y, 1)
+        if self.splits_kv:
+            across = (self.q_norm, self.k_norm)
+        else:
+            across = (self.q_norm,)
+            first, stop = span(self.num_heads, tp.size, tp.rank)
+            group = self.num_heads // self.num_kv_heads
+            kv_first, kv_stop = first // group, (stop - 1) // group + 1
+            self.kv_heads = slice(kv_first, kv_stop)
+            own = [query // group - kv_first for query in range(first, stop)]
+            even = len(own) % (kv_stop - kv_first) == 0 and own == sorted(own) and len({own.count(g) for g in own}) == 1
+            self.kv_of_query = None if even else own
+            rows = slice(kv_first * self.head_dim, kv_stop * self.head_dim)
+            self.v.rows = rows
+            self.k.rows = None if self.norm_whole else rows
+        if self.norm_whole:
+            for norm in across:
+                assert isinstance(norm, RMSNorm)
+                norm.across = tp
+
+    @property
+    def splits_kv(self) -> bool:
+        return self.num_heads % self.tp.size == 0 and self.num_kv_heads % self.tp.size == 0
+
+    def splits(self) -> dict[str, Split]:
+        heads = ["q", *(["k", "v"] if self.splits_kv else [])]
+        table = {f"{name}.{kind}": Split("tp", 0, self.head_dim) for name in heads for kind in ("weight", "bias")}
+        table["out.weight"] = Split("tp", 1, self.head_dim)
+        if self.norm_whole:
+            norms = ["q_norm", *(["k_norm"] if self.splits_kv else [])]
+            table |= {f"{name}.weight": Split("tp", 0, self.head_dim) for name in norms}
+        return table
 
     def forward(self, x_BTD: torch.Tensor, given: LayerInput) -> torch.Tensor:
+        x_BTD = self.tp.gather(x_BTD, 1)
         q_BTHK = given.rope.rotate(self._heads(self.q(x_BTD), self.q_norm))
-        k_BTGK = given.rope.rotate(self._heads(self.k(x_BTD), self.k_norm))
-        q, k, v = (y.transpose(1, 2) for y in (q_BTHK, k_BTGK, self.v(x_BTD).unflatten(-1, (-1, self.head_dim))))
+        k_BTGK, v_BTGK = self._heads(self.k(x_BTD), self.k_norm), self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.norm_whole and self.kv_heads is not None:
+            k_BTGK = k_BTGK[:, :, self.kv_heads]
+        q, k, v = (y.transpose(1, 2) for y in (q_BTHK, given.rope.rotate(k_BTGK), v_BTGK))
         if given.cache is not None:
             k, v = given.cache.append(self.layer, k, v)
-        mixed = attend(q, k, v, given.mask, self.scale, self.softcap)
+        if self.kv_of_query is not None:
+            k, v = k[:, self.kv_of_query], v[:, self.kv_of_query]
+        mixed = self.core(q, k, v, given.mask, self.scale, self.softcap)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
@@ -71,18 +173,29 @@ class Attention(nn.Module):
         return norm(x.unflatten(-1, (-1, self.head_dim)))
 
 
-class GatedMLP(nn.Module):
-    """down(act(gate x) · up x): SwiGLU or GeGLU (arXiv 2002.05202)."""
+class GatedMLP(Parted):
+    """down(act(gate x) · up x): SwiGLU or GeGLU (arXiv 2002.05202). Over the tensor axis inner features are split."""
 
-    def __init__(self, section: ModelSection):
+    def __init__(self, section: ModelSection, inner: int | None = None):
         super().__init__()
-        inner, bias = section.intermediate_size, section.mlp_bias
-        self.gate = nn.Linear(section.hidden_size, inner, bias=bias)
-        self.up = nn.Linear(section.hidden_size, inner, bias=bias)
-        self.down = nn.Linear(inner, section.hidden_size, bias=bias)
+        inner, bias = inner or section.intermediate_size, section.mlp_bias
+        self.gate = Linear(section.hidden_size, inner, bias=bias)
+        self.up = Linear(section.hidden_size, inner, bias=bias)
+        self.down = Linear(inner, section.hidden_size, bias=bias)
         self.tanh = section.activation == "gelu_tanh"
+        self.tp = Axis("tp")
+
+    def place(self, axes: Axes) -> None:
+        self.tp = tp = axes.tp
+        if tp.size > 1:
+            self.down.after = lambda y: tp.scatter_sum(y, 1)
+
+    def splits(self) -> dict[str, Split]:
+        columns = {f"{name}.{kind}": Split("tp", 0) for name in ("gate", "up") for kind in ("weight", "bias")}
+        return columns | {"down.weight": Split("tp", 1)}
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.tp.gather(x_BTD, 1)
         gate = self.gate(x_BTD)
         active = gelu(gate, approximate="tanh") if self.tanh else silu(gate)
         return self.down(active * self.up(x_BTD))

@@ -85,8 +85,7 @@ def gathered(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 def summed_part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Plain reduce-scatter: this rank's part along `dim` of the sum. Half types are summed in fp32 where the backend
-    would add them up in their own."""
+    """Plain reduce-scatter: this rank's part along `dim` of the sum, in the dtype of `x`."""
     rows = x.movedim(dim, 0).contiguous()
     assert rows.shape[0] % axis.size == 0, (axis.name, tuple(x.shape), dim)
     out = rows.new_empty(rows.shape[0] // axis.size, *rows.shape[1:])

@@ -1,11 +1,13 @@
 """What a model hands to a loss: the last hidden states and the output matrix, or finished logits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import linear
 
 from truestep.errors import ModelError
+from truestep.numerics.axis import Axis
+from truestep.numerics.pieces import span
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,15 @@ class HeadInput:
     hidden_BTD: torch.Tensor
     weight_VD: torch.Tensor
     softcap: float | None = None
+    vocab: Axis = field(default_factory=lambda: Axis("tp"))
+    first_row: int = 0
+    vocab_size: int = 0
 
     def logits(self) -> torch.Tensor:
-        """logits_BTV in fp32 (float64 stays float64)."""
+        """logits_BTV of the whole vocabulary, in fp32 (float64 stays float64)."""
         product_BTV = linear(self.hidden_BTD, self.weight_VD.to(self.hidden_BTD.dtype))
+        spans = [span(self.vocab_size, self.vocab.size, rank) for rank in range(self.vocab.size)]
+        product_BTV = self.vocab.collect(product_BTV, -1, [stop - start for start, stop in spans])
         logits_BTV = product_BTV.to(torch.promote_types(product_BTV.dtype, torch.float32))
         return logits_BTV if self.softcap is None else self.softcap * torch.tanh(logits_BTV / self.softcap)
 

@@ -1,6 +1,7 @@
 """From the recipe's section to an optimizer with complete, named state."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,13 @@ OPTIMIZERS = ("adamw", "muon")
 
 def build_optimizer(
     named_params: Iterable[Named],
+    local_params: Mapping[str, torch.nn.Parameter],
     roles: Mapping[str, Role],
     section: Optim,
     replicas: dist.ProcessGroup | None = None,
 ) -> NamedOptimizer:
-    """`replicas`: the ranks that hold copies of parameters that are plain tensors (DDP), for sharing Muon's work;
+    """`local_params`: the same parameters as plain tensors of what this rank holds, over the same memory, for methods
+    that go element by element. `replicas`: the ranks that hold copies of parameters that are plain tensors (DDP), for sharing Muon's work;
     DTensors bring their mesh. An optimizer of the user's own is called as factory(named_params, roles, lr=...,
     **options) and returns a torch Optimizer over exactly those parameters."""
     named_params = list(named_params)
@@ -37,7 +40,7 @@ def build_optimizer(
     if section.options:
         names = ", ".join(section.options)
         raise UserError(f"optim.options ({names}) would not be used by {section.kind!r}; remove them.")
-    groups = param_groups(named_params, roles, section)
+    groups = [_local(group, local_params) for group in param_groups(named_params, roles, section)]
     makers: dict[str, Callable[[list[Group]], torch.optim.Optimizer]] = {
         "muon": lambda some: _muon(some, section, replicas),
         "adamw": lambda some: _adamw(some, section),
@@ -47,6 +50,12 @@ def build_optimizer(
         if some := [group for group in groups if group.method == method]:
             parts.append(make(some))
     return NamedOptimizer(groups, parts)
+
+
+def _local(group: Group, local_params: Mapping[str, torch.nn.Parameter]) -> Group:
+    if group.method == "muon":
+        return group
+    return replace(group, params=[(name, local_params[name]) for name, _ in group.params])
 
 
 def _torch_groups(groups: Sequence[Group]) -> list[dict]:

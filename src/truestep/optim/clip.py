@@ -6,12 +6,13 @@ it is checking them all; it is the same on all ranks that hold a shard, so they 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from truestep.numerics.norm import sum_of_squares
 
 
 def gradients(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -35,13 +36,6 @@ def grad_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     if not parts:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack([_sum_over(sum_of_squares(tensors), *key) for key, tensors in parts.items()]).sum().sqrt()
-
-
-def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Over all elements of local tensors of one device; scalar float64."""
-    wide = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
-    norms = torch._foreach_norm(list(tensors), 2, dtype=wide)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).double().square().sum()
 
 
 def _reduced(grad: torch.Tensor) -> torch.Tensor:

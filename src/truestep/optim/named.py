@@ -44,12 +44,14 @@ class NamedOptimizer:
 
     def named_state(self) -> dict[str, torch.Tensor]:
         """The live state tensors: filling them in place restores the optimizer."""
+        return {f"{name}.{key}": value for name, kept in self.state_by_param().items() for key, value in kept.items()}
+
+    def state_by_param(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The same by the parameter's name and then by the state's key."""
         states = {id(param): state for part in self.parts for param, state in part.state.items()}
         return {
-            f"{name}.{key}": value
+            name: {key: value for key, value in states.get(id(param), {}).items() if value is not None}
             for name, param in self.named_params.items()
-            for key, value in states.get(id(param), {}).items()
-            if value is not None
         }
 
     @torch.no_grad()

@@ -15,7 +15,6 @@ from truestep.files import publish, writing
 from truestep.gate.heldout import Verdict, decide
 from truestep.ledger.card import build_card, write_card
 from truestep.models.hf_save import save_hf
-from truestep.models.load import tensors_of
 from truestep.numerics.digest import state_digest
 from truestep.recipe.digests import what
 from truestep.recipe.model import ModelSection
@@ -70,7 +69,7 @@ def phase(context: Context, stage: Stage, name: str) -> Iterator[None]:
 def export(context: Context, stage: Stage, done: Finished) -> str:
     """Write the model directory and return the digest of its weights. What an earlier attempt left unfinished goes."""
     directory = context.model_dir(stage.name)
-    tensors = tensors_of(done.state.parallel.bare)
+    tensors = done.state.parallel.pieces()
     digest = state_digest(tensors)
     context.job.agree(f"clear/{stage.name}", lambda: shutil.rmtree(directory, ignore_errors=True))
     eod = done.corpora.tokenizer.eod_id

@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ from truestep.models.build import build_model, init_weights
 from truestep.models.foreign import ForeignModel
 from truestep.models.hf import load_hf, read_section
 from truestep.models.hub import fetch, is_hub_id
-from truestep.models.load import require_own_module, tensors_of
+from truestep.models.load import require_own_module
+from truestep.numerics.pieces import Piece
 from truestep.optim.groups import describe
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.digests import bits_fields, changed, what
@@ -51,7 +53,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     state = build(
         stage,
         model,
-        partial(load_into, start.directory) if start else partial(init_weights, seed=recipe.run.seed),
+        partial(load_into, start.directory) if start else partial(first_weights, recipe.run.seed),
         job=job,
         machine=machine,
         precision=precision,
@@ -64,15 +66,15 @@ def carry_out(context: Context, stage: Stage) -> str:
     checkpointer = open_checkpoints(context, stage)
     resume(context, stage, state, loader, checkpointer)
     say_start(context, stage, state, section, schedule, precision, start)
-    say_idle(context, stage, schedule)
+    say_idle(context, stage, schedule, state.parallel.groups.data_size)
     if start and measure and state.parent is None:
         state.parent = asdict(measure(True))
 
     prefetched = Prefetcher(
         loader,
         schedule,
-        job.rank,
-        job.world,
+        state.parallel.groups.data_rank,
+        state.parallel.groups.data_size,
         machine.microbatch_rows,
         machine.prefetch,
         state.step,
@@ -167,8 +169,12 @@ def check_fit(stage: Stage, section: ModelSection, model: nn.Module) -> None:
         )
 
 
-def load_into(directory: Path, model: nn.Module) -> None:
-    load_hf(directory, tensors_of(model))
+def load_into(directory: Path, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    load_hf(directory, pieces)
+
+
+def first_weights(seed: int, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    init_weights(model, seed, pieces)
 
 
 def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
@@ -206,9 +212,6 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
         )
     if loaded.facts["what"] != what(context.recipe):
         raise CheckpointError(f"{checkpointer.store.url} holds checkpoints of another recipe; choose another run.name")
-    state.optimizer.load_named_state(
-        {n.removeprefix("optim."): t for n, t in tensors.items() if n.startswith("optim.")}
-    )
     state.restore(loaded.extra)
     loader.restore(state.loader)
     differences = changed(loaded.facts["bits"], bits_now(context))
@@ -240,13 +243,14 @@ def evaluate_on(
 ) -> HeldOut:
     """Held-out figures of the model as it is now: of `evaluate.rows` rows, or of the whole text."""
     assert stage.evaluate is not None
-    job, limit = state.job, 0 if whole else stage.evaluate.rows
-    batches = evaluation_batches(corpus, stage.context, stage.mask_documents, job.rank, job.world, rows, limit)
+    groups, limit = state.parallel.groups, 0 if whole else stage.evaluate.rows
+    share = groups.data_rank, groups.data_size
+    batches = evaluation_batches(corpus, stage.context, stage.mask_documents, *share, rows, limit)
     num_bytes, store = corpus.store.num_bytes, corpus.store
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     complete = not limit and num_bytes is not None and corpus.packing == "split"
     text = Text(lengths, num_bytes or 0, store.num_documents, complete)
-    return evaluate(state.parallel, job, batches, text)
+    return evaluate(state.parallel, state.job, batches, text)
 
 
 def say_start(
@@ -286,7 +290,7 @@ def say_start(
             "optimizer": [
                 {k: v for k, v in group.items() if k != "names"} for group in describe(state.optimizer.groups)
             ],
-            "mesh": asdict(state.parallel.degrees),
+            "mesh": asdict(state.parallel.groups.degrees),
             "stage": stage.model_dump(mode="json"),
         },
     )
@@ -297,12 +301,12 @@ def say_start(
         )
 
 
-def say_idle(context: Context, stage: Stage, schedule: BatchSchedule) -> None:
+def say_idle(context: Context, stage: Stage, schedule: BatchSchedule, shares: int) -> None:
     """Ranks without a microbatch of their own compute on padding: right, and a waste that somebody should know of."""
-    rows, world = context.recipe.machine.microbatch_rows, context.job.world
+    rows = context.recipe.machine.microbatch_rows
     fewest = min(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)) // rows
-    if fewest < world:
+    if fewest < shares:
         context.progress.say(
-            f"[yellow]{stage.name}: a step has {fewest} microbatches for {world} processes, so {world - fewest} of "
+            f"[yellow]{stage.name}: a step has {fewest} microbatches for {shares} shares of it, so {shares - fewest} of "
             f"them work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
         )

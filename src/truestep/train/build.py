@@ -3,8 +3,6 @@
 Here the model and the mesh are introduced to each other; neither knows the other elsewhere.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -13,9 +11,10 @@ from truestep.losses.base import open_loss
 from truestep.numerics.precision import DTYPES
 from truestep.optim.build import build_optimizer
 from truestep.optim.scaler import LossScaler
-from truestep.parallel.apply import Parallel, parallelize
+from truestep.parallel.apply import Fill, parallelize
 from truestep.parallel.job import Job
 from truestep.parallel.mesh import resolve
+from truestep.parallel.model import Parallel
 from truestep.recipe.machine import Machine
 from truestep.recipe.stage import Stage
 from truestep.train.state import TrainState
@@ -28,7 +27,7 @@ on the size and memory does."""
 def build(
     stage: Stage,
     model: nn.Module,
-    fill: Callable[[nn.Module], None],
+    fill: Fill,
     *,
     job: Job,
     machine: Machine,
@@ -36,7 +35,7 @@ def build(
     seed: int,
     steps: int,
 ) -> TrainState:
-    """`model` lies on the meta device; `fill` gives its parameters their first values in place, each rank its shards.
+    """`model` lies on the meta device; `fill(model, pieces)` gives the pieces that this rank holds their first values.
 
     `precision` is the compute dtype; parameters are fp32, or float64 where everything is.
     """
@@ -47,7 +46,7 @@ def build(
         resolve(machine.mesh, job.world),
         device=job.device,
         dtype=DTYPES[precision],
-        materialise=fill,
+        fill=fill,
         activation_checkpointing=machine.activation_checkpointing,
         compile_blocks=machine.compile,
         reshard_after_forward=machine.reshard_after_forward,
@@ -63,6 +62,7 @@ def assemble(
     bare = parallel.bare
     optimizer = build_optimizer(
         bare.named_parameters(),
+        parallel.locals(),
         bare.roles(),  # pyright: ignore[reportCallIssue]
         stage.optim,
         replicas=parallel.replica_group,

@@ -11,9 +11,8 @@ from torch import nn
 
 from truestep.losses.token_nll import token_nll
 from truestep.numerics.batch import IGNORE, Batch
-from truestep.parallel.apply import Parallel
 from truestep.parallel.job import Job
-from truestep.train.step import forward
+from truestep.parallel.model import Parallel
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,11 @@ def _sums(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | N
     sums = torch.zeros(4, dtype=torch.float64, device=parallel.device)
     lengths = text.byte_lengths.to(parallel.device) if text is not None else None
     for batch in batches:
-        batch = batch.to(parallel.device)
-        with torch.no_grad(), parallel.compute():
-            nll_BT = forward(parallel.call, batch, partial(token_nll, labels_BT=batch.labels_BT)).double()
+        batch = parallel.own_part(batch).to(parallel.device)
+        nll_BT = parallel.evaluate(batch, partial(token_nll, labels_BT=batch.labels_BT))
+        if nll_BT is None or not parallel.counts:
+            continue
+        nll_BT = nll_BT.double()
         real_BT = batch.labels_BT != IGNORE
         sums[0] += nll_BT.sum()
         sums[1] += real_BT.sum()

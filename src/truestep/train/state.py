@@ -1,16 +1,18 @@
 """Everything that a stage's training consists of at one moment, and how it becomes a checkpoint and comes back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from truestep.errors import CheckpointError
 from truestep.losses.base import Loss
+from truestep.numerics.pieces import Piece, piece_of
 from truestep.optim.named import NamedOptimizer
 from truestep.optim.scaler import LossScaler
-from truestep.parallel.apply import Parallel
 from truestep.parallel.job import Job
+from truestep.parallel.model import Parallel
 from truestep.recipe.stage import Optim
 
 
@@ -36,11 +38,16 @@ class TrainState:
     loader: dict[str, Any] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters, buffers that persist, and optimizer state, by name: what a checkpoint holds as bytes."""
-        model = {f"model.{name}": value for name, value in self.parallel.bare.state_dict(keep_vars=True).items()}
-        optimizer = {f"optim.{name}": value for name, value in self.optimizer.named_state().items()}
-        return {name: value.detach() for name, value in (model | optimizer).items()}
+    def tensors(self) -> dict[str, Piece]:
+        """What this rank holds of parameters, of buffers that persist, and of optimizer state, by name: what a
+        checkpoint holds as bytes."""
+        model = self.parallel.pieces()
+        optimizer = {
+            f"optim.{name}.{key}": _state_piece(value, model[name])
+            for name, states in self.optimizer.state_by_param().items()
+            for key, value in states.items()
+        }
+        return {f"model.{name}": piece for name, piece in model.items()} | optimizer
 
     def extra(self) -> dict[str, Any]:
         """The rest of the state, as JSON. Random streams are derived from the seed, which is their state."""
@@ -66,3 +73,11 @@ class TrainState:
         self.tokens, self.targets = extra["tokens"], extra["targets"]
         self.loader, self.parent = extra["loader"], extra["parent"]
         self.scaler.load_state(extra["scaler"])
+
+
+def _state_piece(value: torch.Tensor, parameter: Piece) -> Piece:
+    """State of a parameter's shape lies where the parameter does; any other is one small tensor, told by the owner of
+    the parameter's first element."""
+    if not isinstance(value, DTensor) and value.shape == parameter.local.shape:
+        return replace(parameter, local=value)
+    return piece_of(value).owned_if(parameter.owned and not any(parameter.start))

@@ -14,7 +14,7 @@ from truestep.errors import UserError
 from truestep.losses.base import Loss, LossSum
 from truestep.numerics.batch import Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
-from truestep.optim.clip import clip_, grad_norm, gradients
+from truestep.optim.clip import clip_
 from truestep.optim.schedule import factor
 from truestep.sentinel.finite import Verdict, judge
 from truestep.train.state import TrainState
@@ -56,26 +56,22 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     `questions` are numbers of the loop (stop asked? save due?) that ride along in the step's one agreement.
     """
     parallel, job = state.parallel, state.job
-    scale = state.scaler.scale
-    weights = [float(state.loss.weight(batch)) for batch in batches]
+    scale, groups = state.scaler.scale, parallel.groups
+    batches = [parallel.own_part(batch) for batch in batches]
+    weights = [float(state.loss.weight(batch)) if parallel.counts else 0.0 for batch in batches]
     divisor = job.all_sum([sum(weights)])[0] if state.own_weight else num_targets
-    sums: list[torch.Tensor] = []
-    metrics: dict[str, torch.Tensor] = {}
-    for index, batch in enumerate(batches):
-        batch = batch.to(parallel.device)
-        torch.manual_seed(stream(state.seed, state.step, index * job.world + job.rank))
-        with parallel.microbatch(last=index == len(batches) - 1):
-            with parallel.compute():
-                loss_sum, extra = forward(parallel.call, batch, partial(head_loss, state.loss, batch))
-            if divisor:
-                (loss_sum * (scale / divisor)).backward()
-        parallel.probe.next_microbatch()
-        sums.append(loss_sum.detach())
-        metrics = {name: value.detach() + metrics.get(name, 0) for name, value in extra.items()}
 
-    grads = gradients(parallel.bare.parameters())
+    def begin(index: int) -> None:
+        torch.manual_seed(stream(state.seed, state.step, index * groups.data_size + groups.data_rank))
+
+    def loss_of(batch: Batch) -> Any:
+        return partial(head_loss, state.loss, batch)
+
+    sums, metrics = parallel.run(batches, loss_of, scale / divisor if divisor else 0.0, begin)
+    parallel.complete_gradients()
+    grads = parallel.hand_over_gradients()
     state.scaler.unscale_(grads)
-    norm = grad_norm(grads)
+    norm = parallel.grad_norm()
     shards = list(zip(torch.stack(sums).double().tolist(), weights, _norms(parallel, scale, len(batches))))
     total, *rest = job.all_sum([sum(s for s, _, _ in shards), *(float(v) for v in metrics.values()), *questions])
     loss = total / divisor if divisor else 0.0
@@ -89,15 +85,10 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         state.updates += 1
     if divisor:
         state.scaler.update(finite=verdict is Verdict.GO)
-    state.optimizer.zero_grad()
+    parallel.zero_grad()
     state.step += 1
     named = {name: value / (divisor or 1) for name, value in zip(metrics, rest)}
     return StepResult(loss, norm.item(), clip, num_targets, verdict, shards, named, rest[len(metrics) :])
-
-
-def forward(model: torch.nn.Module, batch: Batch, head: Any) -> Any:
-    """Run the model on a batch; `head` turns its HeadInput into the result."""
-    return model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head=head, labels_BT=batch.labels_BT)
 
 
 def stream(seed: int, step: int, microbatch: int) -> int:

@@ -23,7 +23,7 @@ FLOORS = [
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 GROUND = {"errors", "files", "imports"}
 """Modules at the root that every floor may import; they import nothing of ours but each other."""
-TORCH_FREE = ["recipe", "runlog", "storage", "factors", "ledger", "elastic", "dashboard", "gate", "cli"]
+TORCH_FREE = ["recipe", "runlog", "storage", "factors", "ledger", "plan", "elastic", "dashboard", "gate", "cli"]
 TORCH_FREE_MODULES = [
     "truestep.checkpoint.catalogue",
     "truestep.checkpoint.manifest",
@@ -32,6 +32,7 @@ TORCH_FREE_MODULES = [
     "truestep.data.tokenizer",
     "truestep.data.store",
     "truestep.parallel.environment",
+    "truestep.parallel.mesh",
 ]
 
 

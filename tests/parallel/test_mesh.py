@@ -18,15 +18,15 @@ from truestep.recipe.machine import Mesh
     ],
 )
 def test_degrees_multiply_to_the_world(mesh, world, degrees):
-    assert resolve(mesh, world) == Degrees(*degrees)
+    assert resolve(mesh, world) == Degrees(dp_replicate=degrees[0], dp_shard=degrees[1])
 
 
 @pytest.mark.parametrize(
     "mesh,world,nearest",
     [
-        (Mesh(dp_replicate=2, dp_shard=2), 6, "dp_replicate = 3, dp_shard = 2"),
+        (Mesh(dp_replicate=2, dp_shard=2), 6, "does is dp_shard = 3."),
         (Mesh(dp_replicate=4), 6, "dp_replicate = 3, dp_shard = 2"),
-        (Mesh(dp_replicate=8, dp_shard=1), 4, "dp_replicate = 4, dp_shard = 1"),
+        (Mesh(dp_replicate=8, dp_shard=1), 4, "does is dp_replicate = 4."),
     ],
 )
 def test_what_does_not_fit_names_the_nearest_that_does(mesh, world, nearest):

@@ -162,7 +162,7 @@ def _two_stages(**second):
         # machine
         (
             ["machine.mesh.dp_replicate=auto"],
-            'machine.mesh has two degrees that are "auto"; only one can be what is left',
+            'machine.mesh has several degrees that are "auto" (dp_replicate, dp_shard); only one can be what is left',
         ),
         (["ledger.price_per_device_hour=2"], "ledger.currency is missing, but there is a price; add currency"),
         (

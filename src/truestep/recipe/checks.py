@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from truestep.imports import is_import_path
 from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.check_mesh import mesh_problems
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.data import SOURCES, DataSection
 from truestep.recipe.digests import canonical
@@ -227,9 +228,8 @@ def _overlap(one: DataSection | None, other: DataSection | None) -> bool:
 
 
 def _machine(recipe: Recipe) -> Iterator[Problem]:
-    mesh, ledger = recipe.machine.mesh, recipe.ledger
-    if mesh.dp_replicate == mesh.dp_shard == "auto":
-        yield Problem("machine.mesh", 'has two degrees that are "auto"; only one can be what is left: set the other.')
+    yield from mesh_problems(recipe)
+    ledger = recipe.ledger
     if ledger.price_per_device_hour is not None and ledger.currency is None:
         yield Problem("ledger.currency", 'is missing, but there is a price; add currency = "EUR", say.')
     if not recipe.checkpoint.every and not recipe.checkpoint.every_time:

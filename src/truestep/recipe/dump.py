@@ -33,16 +33,23 @@ def _tables(section: Section, path: str) -> Iterator[str]:
     fields, idle = type(section).model_fields, unused(section)
     below: list[tuple[str, Any]] = []
     for name, value in section:
-        if isinstance(value, Section) or (path == "" and items(value)):
+        if name in idle and name not in section.model_fields_set:
+            yield from _idle(name, fields[name], value, idle[name].needs)
+        elif isinstance(value, Section) or (path == "" and items(value)):
             below.append((name, value))
-        elif name in idle and name not in section.model_fields_set:
-            yield f"# {name}: {field_words(fields[name])}; not used, it needs {idle[name].needs}"
         elif value is None:
             yield f"# {name}: {field_words(fields[name])}; not set"
         else:
             yield _line(name, fields[name], section)
     for name, value in below:
         yield from _below(join(path, _key(name)), value)
+
+
+def _idle(name: str, info: FieldInfo, value: Any, needs: str) -> Iterator[str]:
+    yield f"# {name}: {field_words(info)}; not used, it needs {needs}"
+    if isinstance(value, Section):
+        for inner, inner_info in type(value).model_fields.items():
+            yield from _idle(f"{name}.{inner}", inner_info, None, needs)
 
 
 def _below(path: str, value: Any) -> Iterator[str]:

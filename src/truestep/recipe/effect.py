@@ -9,7 +9,7 @@ from typing import Any
 
 from truestep.imports import is_import_path
 from truestep.recipe.data import DataSection, TokenizerSection
-from truestep.recipe.machine import Checkpoint, Ledger, Machine
+from truestep.recipe.machine import LOOPED, Checkpoint, Context, Ledger, Machine, Pipeline
 from truestep.recipe.model import ModelSection, RopeScaling
 from truestep.recipe.moe import Moe
 from truestep.recipe.section import Section
@@ -102,8 +102,20 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     Gate: (_when("kind", "heldout")("max_loss", "max_bits_per_byte", "margin"), _when("kind", "none")("reason")),
     Sample: (Rule(("top_p",), lambda s: s.temperature > 0, "a temperature above 0", ("temperature",)),),
     Machine: (
-        Rule(("reshard_after_forward",), lambda s: s.mesh.dp_shard != 1, "mesh.dp_shard above 1", ("mesh.dp_shard",)),
+        Rule(
+            ("reshard_after_forward",),
+            lambda s: s.mesh.dp_shard != 1 or s.mesh.cp != 1,
+            "mesh.dp_shard above 1",
+            ("mesh.dp_shard", "mesh.cp"),
+        ),
+        Rule(("pipeline",), lambda s: s.mesh.pp != 1, "mesh.pp above 1", ("mesh.pp",)),
+        Rule(("context",), lambda s: s.mesh.cp != 1, "mesh.cp above 1", ("mesh.cp",)),
+        Rule(("async_tp",), lambda s: s.mesh.tp != 1, "mesh.tp above 1", ("mesh.tp",)),
+        Rule(("async_tp", "offload_optimizer"), lambda s: s.device != "cpu", "a CUDA device", ("device",)),
+        _when("activation_checkpointing", "auto")("activation_memory"),
     ),
+    Pipeline: (_when("schedule", *LOOPED)("stages_per_rank"),),
+    Context: (_when("style", "all-gather")("balance"),),
     Checkpoint: (Rule(("storage_options",), lambda s: _remote(s.url), "an object store as `url`", ("url",)),),
     Ledger: (
         Rule(

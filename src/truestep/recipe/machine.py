@@ -9,6 +9,10 @@ from truestep.recipe.units import Bytes, Seconds
 
 Degree = Annotated[int, Ge(1)]
 Positive = Annotated[float, Gt(0)]
+LOOPED = ("interleaved", "looped-bfs", "interleaved-zero-bubble")
+"""Schedules whose ranks hold every pp-th pipeline stage."""
+FOLDED = ("zbv", "dualpipev")
+"""Schedules whose ranks hold stage i and its mirror from the end."""
 
 
 class Run(Section):
@@ -28,7 +32,7 @@ class Run(Section):
 
 
 class Mesh(Section):
-    """Degrees of the axes. One may be "auto": what is left of the world size."""
+    """Degrees of the axes. One of all may be "auto": what is left of the number of processes."""
 
     dp_replicate: Degree | Literal["auto"] = field(
         1, help="replicas of the whole model (alone: DDP; with dp_shard: HSDP)"
@@ -36,6 +40,55 @@ class Mesh(Section):
     dp_shard: Degree | Literal["auto"] = field(
         "auto", help="ranks that share one copy of parameters, gradients and optimizer state (FSDP2)"
     )
+    tp: Degree | Literal["auto"] = field(
+        1, help="ranks that share every layer's heads and columns, and the tokens between them", digest="bits"
+    )
+    pp: Degree | Literal["auto"] = field(1, help="ranks that share the layers (a pipeline)")
+    cp: Degree | Literal["auto"] = field(1, help="ranks that share the tokens of every row", digest="bits")
+    ep: Degree | Literal["auto"] = field(
+        1, help="ranks that share the experts; they are the same ranks as dp_shard, cp and tp", digest="bits"
+    )
+
+
+class Pipeline(Section):
+    """How the layers lie on the pipeline's ranks, and in which order microbatches go through them."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipev"] = (
+        field(
+            "1f1b",
+            help="interleaved, looped-bfs (arXiv 2104.04473, 2211.05953): several pipeline stages a rank; "
+            "zero-bubble (arXiv 2401.10241) does the weights' gradients later; zbv, dualpipev: two, folded as a V",
+        )
+    )
+    stages_per_rank: int = field(2, help="pipeline stages on each rank", ge=2)
+    split: Literal["auto"] | list[Degree] = field(
+        "auto", help="layers of each pipeline stage; auto balances their cost, embedding and head counted"
+    )
+
+    @property
+    def stages_on_a_rank(self) -> int:
+        """Pipeline stages that a rank holds under this schedule: the V of the V schedules has two arms."""
+        if self.schedule in LOOPED:
+            return self.stages_per_rank
+        return 2 if self.schedule in FOLDED else 1
+
+
+class Context(Section):
+    """How the ranks of mesh.cp share the attention of long rows."""
+
+    style: Literal["all-gather", "ulysses"] = field(
+        "all-gather", help="gather keys and values, or exchange tokens for heads (arXiv 2309.14509)", digest="bits"
+    )
+    balance: bool = field(
+        True,
+        help="give each rank one part from the row's head and one from its tail, so that causal work is even",
+        digest="bits",
+    )
+
+    @property
+    def parts_per_rank(self) -> int:
+        """Parts of a row that a rank of the context axis owns: two where head and tail are paired."""
+        return 2 if self.balance and self.style == "all-gather" else 1
 
 
 class Machine(Section):
@@ -47,6 +100,13 @@ class Machine(Section):
     device: Literal["auto", "cpu", "cuda"] = field("auto", help="auto uses a GPU where there is one", digest="bits")
     threads: int = field(0, help="CPU threads a process; 0 shares the cores among the processes", ge=0, digest="bits")
     mesh: Mesh = field(Mesh(), help="parallel axes", digest="where")
+    pipeline: Pipeline = field(Pipeline(), help="the axis mesh.pp", digest="where")
+    context: Context = field(Context(), help="the axis mesh.cp", digest="bits")
+    async_tp: bool = field(
+        False,
+        help="mesh.tp: overlap its collectives with the matrix products (CUDA with symmetric memory)",
+        digest="bits",
+    )
     microbatch_rows: int = field(8, help="rows that go through the model at once", gt=0, digest="bits")
     precision: Literal["auto", "float32", "bfloat16", "float16", "float64"] = field(
         "auto",
@@ -54,8 +114,15 @@ class Machine(Section):
         "auto measures once whether bfloat16 is worth it",
         digest="bits",
     )
-    activation_checkpointing: Literal["none", "full", "selective"] = field(
-        "none", help="recompute blocks in the backward pass (selective: keep the matrix products)", digest="bits"
+    activation_checkpointing: Literal["none", "full", "selective", "auto"] = field(
+        "none",
+        help="recompute blocks in the backward pass (selective: keep the matrix products; "
+        "auto: as few as activation_memory allows)",
+        digest="bits",
+    )
+    activation_memory: Bytes = field("8GiB", help="what activations of one rank may take", gt=0, digest="bits")
+    offload_optimizer: bool = field(
+        False, help="keep optimizer state in the host's memory and update there", digest="bits"
     )
     compile: bool = field(False, help="torch.compile every block", digest="bits")
     reshard_after_forward: bool = field(True, help="FSDP2: free gathered weights after the forward pass", digest="bits")
@@ -67,6 +134,9 @@ class Machine(Section):
         digest="bits",
     )
     timeout: Seconds = field("10m", help="how long a collective may wait")
+    profile_steps: int = field(
+        0, help="steps early in each stage that are profiled, for the share of communication that nothing hides", ge=0
+    )
     prefetch: int = field(2, help="steps of data prepared ahead", ge=0)
     data_workers: int = field(0, help="processes for data build; 0 means one a core", ge=0)
     cache: str = field("~/.cache/truestep", help="local cache of downloaded and remote data")

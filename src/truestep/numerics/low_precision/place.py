@@ -18,7 +18,7 @@ Runs = list[tuple[int, int]]
 
 class Tokens:
     """How the tokens of every row are split: `runs(T)` are those of a row of T that this rank holds. Split over no axis
-    unless told otherwise. One object serves all linear maps that see the same tokens."""
+    unless told otherwise."""
 
     def __init__(self, axes: Sequence[Axis] = (), runs: Callable[[int], Runs] = lambda num: [(0, num)]):
         self.axes = tuple(axis for axis in axes if axis.size > 1)

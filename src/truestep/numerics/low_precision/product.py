@@ -40,7 +40,7 @@ class LowPrecisionModel:
         """x as an operand, cast once for the maps that take the very same tensor (q, k and v; gate and up)."""
         if torch.compiler.is_compiling():
             return self._activation(x, dtype, place, keep)
-        tag = (x._version, dtype, id(place.tokens), place.inputs, keep)
+        tag = (x._version, dtype, place.tokens.axes, place.inputs, keep)
         if self._last and self._last[0]() is x and self._last[1] == tag:
             return self._last[2]
         kept = self._activation(x, dtype, place, keep)

@@ -116,9 +116,15 @@ def _replicate(model: nn.Module, groups: Groups) -> DistributedDataParallel:
     replicated = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
     def add_up(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        buffer = bucket.buffer()
+        work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
-        return work.get_future().then(lambda done: done.value()[0])
+
+        def summed(done: torch.futures.Future) -> torch.Tensor:
+            done.value()  # raises what went wrong; a backend that moves nothing has no value to give
+            return buffer
+
+        return work.get_future().then(summed)
 
     replicated.register_comm_hook(None, add_up)  # pyright: ignore[reportArgumentType]
     return replicated

@@ -73,7 +73,7 @@ class Memory:
     """Bytes of live storages over time, each counted once however many tensors look at it, by what it is for.
 
     Kinds go by life: they are known when a storage has ended or the trace has, so the peak is found afterwards. What
-    kernels allocate and free within one operator is not seen."""
+    kernels, and the backends of collectives, allocate for themselves within one operator is not seen."""
 
     def __init__(self):
         self._storages: list[_Storage] = []
@@ -83,8 +83,9 @@ class Memory:
 
     def see(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         self._look()
-        for tensor in tensors_in(out):
-            self.hold(tensor)
+        if any(result.alias_info is None for result in op._schema.returns):  # others look at a storage that was there
+            for tensor in tensors_in(out):
+                self.hold(tensor)
 
     def hold(self, tensor: torch.Tensor, kind: str | None = None) -> None:
         """Count the storage of `tensor` from now on, if it has one that is not counted yet, and say what it is for."""

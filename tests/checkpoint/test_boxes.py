@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from truestep.checkpoint.catalogue import Committed
 from truestep.checkpoint.codec import metadata_of, plan_from_json
+from truestep.checkpoint.plans import StagedPlanner
 from truestep.checkpoint.reader import BlockReader
-from truestep.checkpoint.writer import BlockWriter, StagedPlanner, result_from_json, result_to_json
+from truestep.checkpoint.writer import BlockWriter, result_from_json, result_to_json
 from truestep.storage.objects import ObjectStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64, torch.bool]
@@ -50,10 +51,10 @@ def _save(store, tensors, grids, block_bytes):
         dtype = str(tensor.dtype).removeprefix("torch.")
         plan = plan_from_json([[name, "SHARD", list(tensor.shape), dtype, list(offsets), list(sizes)]])
         everything.items.extend(plan.items)
-        staged = StagedPlanner({name: _cut(tensor, offsets, sizes).contiguous()})
+        staged = StagedPlanner({}, {name: _cut(tensor, offsets, sizes).contiguous()})
         written = BlockWriter(store, committed, 1, rank, block_bytes).write_data(plan, staged).wait()
         results.append(result_from_json(result_to_json(written)))
-    _, metadata = StagedPlanner({}).create_global_plan([everything])
+    _, metadata = StagedPlanner({}, {}).create_global_plan([everything])
     writer = BlockWriter(store, committed, 1, 0, block_bytes)
     writer.finish(metadata, results)
     return writer.manifest

@@ -15,7 +15,7 @@ from tests.dist import run_ranks
 from truestep.checkpoint.catalogue import Committed, begin_epoch, commit, list_committed, newest, read_manifest
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load, load_newest
-from truestep.checkpoint.manifest import Chunk, TensorEntry, coverage_problem
+from truestep.checkpoint.manifest import Chunk, TensorEntry
 from truestep.checkpoint.verify import verify
 from truestep.errors import CheckpointError, StorageError
 from truestep.storage.local import LocalStore
@@ -223,24 +223,6 @@ def test_c40_one_rank_finds_damage_and_all_fall_back(tmp_path):
     assert "step 2 was not loaded, because of rank 1" in told[0] and "of tensor model.embed are not those" in told[1]
 
 
-@pytest.mark.parametrize(
-    ("chunks", "problem"),
-    [
-        ([((0, 0), (2, 4)), ((2, 0), (2, 4))], None),
-        ([((0, 0), (4, 1)), ((0, 1), (4, 3))], None),
-        ([((0, 0), (2, 4))], "covered by 8 of 16"),
-        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], "overlapping"),
-        ([((0, 0), (4, 2)), ((0, 1), (4, 2))], "overlapping"),
-        ([((0, 0), (2, 4)), ((3, 0), (2, 4))], "outside its shape"),
-        ([((0,), (16,))], "1 dimensions"),
-    ],
-)
-def test_chunks_must_cover_exactly(chunks, problem):
-    made = tuple(Chunk(offsets, sizes, "o", 0, 0, 16, "") for offsets, sizes in chunks)
-    found = coverage_problem(TensorEntry((4, 4), "float32", made))
-    assert found is None if problem is None else problem in found
-
-
 @pytest.mark.parametrize("chunks", [(), "twice"])
 def test_a_committed_manifest_that_does_not_cover_is_refused(store, chunks):
     """Right in every digest, but a rank's part is missing, or there twice: nothing may stay at its random start."""
@@ -252,14 +234,6 @@ def test_a_committed_manifest_that_does_not_cover_is_refused(store, chunks):
     commit(store, Committed(3, 2), "steps/forged.json", hashlib.sha256(data).hexdigest())
     found = f"tensor model.norm is covered by {10 if chunks else 0} of 5 elements"
     assert found in _refused(store, Committed(3, 2))
-
-
-def test_scalars_and_empty_tensors_are_covered_too():
-    scalar = Chunk((), (), "o", 0, 4, 16, "0" * 16)
-    assert coverage_problem(TensorEntry((), "float32", (scalar,))) is None
-    assert "covered by 2 of 1" in coverage_problem(TensorEntry((), "float32", (scalar, scalar)))
-    assert "covered by 0 of 1" in coverage_problem(TensorEntry((), "float32", ()))
-    assert coverage_problem(TensorEntry((0, 3), "float32", ())) is None
 
 
 def test_verify_finds_every_damage(tmp_path):

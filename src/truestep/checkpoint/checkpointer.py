@@ -16,9 +16,11 @@ from truestep.checkpoint.catalogue import Committed
 from truestep.checkpoint.codec import plan_from_json, plan_to_json
 from truestep.checkpoint.control import Group, KeyValue, Round
 from truestep.checkpoint.manifest import plain
-from truestep.checkpoint.staging import Stage, as_they_are, find_aliases, local_parts
-from truestep.checkpoint.writer import BlockWriter, StagedPlanner, result_from_json, result_to_json
+from truestep.checkpoint.plans import StagedPlanner, owned_plans
+from truestep.checkpoint.staging import Stage, as_they_are
+from truestep.checkpoint.writer import BlockWriter, result_from_json, result_to_json
 from truestep.errors import CheckpointError
+from truestep.numerics.pieces import Piece, find_aliases, pieces_of
 from truestep.storage.interface import Store
 
 LAST_WORDS_S = 10.0
@@ -91,8 +93,11 @@ class Checkpointer:
         self.results: SimpleQueue[SaveResult] = SimpleQueue()
         atexit.register(self._abandon)
 
-    def save(self, step: int, tensors: Mapping[str, torch.Tensor], extra: dict[str, Any], asynchronous: bool) -> Save:
-        """Save this rank's part of `tensors` (plain tensors or DTensors) and, from rank 0, `extra` (plain JSON).
+    def save(
+        self, step: int, tensors: Mapping[str, torch.Tensor | Piece], extra: dict[str, Any], asynchronous: bool
+    ) -> Save:
+        """Save what this rank holds of `tensors` (pieces, DTensors, or plain tensors, which all ranks hold whole) and,
+        from rank 0, `extra` (plain JSON). Names may differ between ranks. What several ranks hold is written by one.
 
         When this returns, the caller may change everything (asynchronous) or the save has ended. It first waits for
         the save before, whose buffers it uses again.
@@ -147,22 +152,22 @@ class Checkpointer:
     def _prepare(
         self,
         step: int,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | Piece],
         extra: dict[str, Any],
         asynchronous: bool,
         step_round: Round,
     ) -> _Job:
         for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, torch.Tensor | Piece):
                 raise CheckpointError(f"{name} is a {type(tensor).__name__}, not a tensor; put plain values into extra")
         writer = BlockWriter(self.store, Committed(step, self.attempt), self.group.rounds, self.rank, self.block_bytes)
-        parts = local_parts(tensors)
-        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(tensors, parts)
+        pieces = pieces_of(tensors)
+        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(pieces)
         for name in writer.aliases:
-            del parts[name]
-        planner = StagedPlanner(self.stage.copy(parts) if asynchronous else as_they_are(parts))
-        # Planning looks at nothing but metadata (shapes, placements), so it can wait for the background.
-        planner.set_up_planner({name: tensors[name] for name in parts}, is_coordinator=self.rank == 0)
+            del pieces[name]
+        parts = {name: piece.local.detach() for name, piece in pieces.items()}
+        # Planning looks at nothing but where the pieces lie, so it can wait for the background.
+        planner = StagedPlanner(pieces, self.stage.copy(parts) if asynchronous else as_they_are(parts))
         return _Job(step, step_round, planner, writer)
 
     def _start(self, work: Callable[[], SaveResult], began: float, stall_s: float | None) -> Future[SaveResult]:
@@ -194,7 +199,8 @@ class Checkpointer:
     def _write(self, job: _Job) -> dict[str, Any]:
         talk, writer, planner, event = job.round, job.writer, job.planner, self.store.event
         proposal = writer.prepare_local_plan(planner.create_local_plan())
-        talk.post(f"plan/{self.rank}", {"items": plan_to_json(proposal), "aliases": writer.aliases})
+        items = plan_to_json(proposal)
+        talk.post(f"plan/{self.rank}", {"items": items, "copies": planner.copies, "aliases": writer.aliases})
         event("plan sent")
         if self.rank == 0:
             metadata = self._assign(job)
@@ -209,7 +215,8 @@ class Checkpointer:
         return talk.take("verdict")
 
     def _assign(self, job: _Job) -> Metadata:
-        """Rank 0: merge all plans (each replica's part once), check that they cover every tensor, give them out."""
+        """Rank 0: merge all plans (what several ranks hold goes to one of those that have least to write), check that
+        they cover every tensor, give them out."""
         proposals = job.round.gather("plan")
         plans = [plan_from_json(proposal["items"]) for proposal in proposals]
         for proposal in proposals:
@@ -220,7 +227,8 @@ class Checkpointer:
                     raise CheckpointError(
                         f"{item.index.fqn}: rank {rank} holds it apart, another rank ties it to a tensor"
                     )
-        plans, metadata = job.planner.create_global_plan(job.writer.prepare_global_plan(plans))
+        plans = owned_plans(job.writer.prepare_global_plan(plans), [proposal["copies"] for proposal in proposals])
+        plans, metadata = job.planner.create_global_plan(plans)
         for rank, plan in enumerate(plans):
             job.round.post(f"assign/{rank}", plan_to_json(plan))
         self.store.event("parts assigned")

@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,6 +95,14 @@ class Group:
         if self.rank == 0:
             step.post("value", value)
         return step.take("value")
+
+    def union(self, kind: str, names: Collection[str]) -> set[str]:
+        """The names that any rank gave, on all ranks, which all call this."""
+        step = self.round(kind)
+        step.post(f"names/{self.rank}", sorted(names))
+        if self.rank == 0:
+            step.post("all", sorted(set().union(*step.gather("names"))))
+        return set(step.take("all"))
 
 
 class Round:

@@ -9,18 +9,20 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from truestep.checkpoint.codec import DTYPES, dtype_name
+from truestep.checkpoint.plans import PiecePlanner
 from truestep.errors import CheckpointError
+from truestep.numerics.pieces import Piece, pieces_of
 
 _CLASSES = {
     ("torch.distributed.checkpoint.metadata", name): vars(metadata)[name]
@@ -82,34 +84,34 @@ class _Reader(filesystem.FileSystemReader):
         return read_metadata(self.path)
 
 
-def import_dcp(folder: str | Path, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Fill `tensors` (plain or DTensors, any mesh) from a DCP directory; returns the stored names nobody wanted.
+def import_dcp(folder: str | Path, tensors: Mapping[str, torch.Tensor | Piece]) -> list[str]:
+    """Fill `tensors` (plain, DTensors or pieces, any mesh) from a DCP directory; returns the stored names that are not
+    among them.
 
     Names are DCP's own flattened ones ("model.layers.0.weight"). CheckpointError for a missing name, another shape or
     dtype (DCP would convert in silence), or unreadable files; no tensor changes before everything was read.
     """
-    stored = read_metadata(folder)
-    for name, tensor in tensors.items():
+    stored, pieces = read_metadata(folder), pieces_of(tensors)
+    for name, piece in pieces.items():
         entry = stored.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{folder}: holds no tensor {name}")
         have = f"{dtype_name(entry.properties.dtype)} {list(entry.size)}"
-        want = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+        want = f"{dtype_name(piece.dtype)} {list(piece.shape)}"
         if have != want:
             raise CheckpointError(f"{folder}: {name} is saved as {have}, but {want} is wanted")
     reader = _Reader(folder)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        read = {name: torch.empty_like(tensor.detach()) for name, tensor in tensors.items()}
-        planner.set_up_planner(read, stored, is_coordinator=False)
+        read = {name: replace(piece, local=torch.empty_like(piece.local.detach())) for name, piece in pieces.items()}
+        planner = PiecePlanner(read, stored)
         reader.set_up_storage_reader(stored, is_coordinator=False)
         reader.read_data(_tensors_only(planner.create_local_plan()), planner).wait()
     except (CheckpointException, Exception) as error:
         raise CheckpointError(f"{folder}: cannot be read as a DCP checkpoint: {error}") from None
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(read[name])
-    return sorted(stored.state_dict_metadata.keys() - tensors.keys())
+        for name, piece in pieces.items():
+            piece.local.copy_(read[name].local)
+    return sorted(stored.state_dict_metadata.keys() - pieces.keys())
 
 
 def names(folder: str | Path) -> dict[str, tuple[tuple[int, ...], str] | None]:

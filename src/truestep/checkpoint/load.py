@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from truestep.checkpoint.catalogue import Committed, read_catalogue, read_manifest
 from truestep.checkpoint.codec import dtype_name, metadata_of
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.manifest import OPTIM, Manifest
+from truestep.checkpoint.plans import PiecePlanner
 from truestep.checkpoint.reader import BlockReader
-from truestep.checkpoint.staging import find_aliases, local_part, local_parts
 from truestep.errors import CheckpointError, StorageError, UserError
+from truestep.numerics.pieces import Piece, find_aliases, pieces_of
 from truestep.storage.interface import Store
 
 log = logging.getLogger(__name__)
@@ -44,27 +44,30 @@ class Loaded:
 def load(
     store: Store,
     committed: Committed,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Piece],
     *,
     strict: bool = True,
     weights_only: bool = False,
     group: Group | None = None,
 ) -> Loaded:
-    """Fill `tensors` (plain or DTensors, any mesh) from a checkpoint; all ranks of `group` call this together.
+    """Fill `tensors` (plain, DTensors or pieces, any mesh) from a checkpoint; all ranks of `group` call this together,
+    each with what it holds.
 
     Raises on every rank if on one, and then no tensor has changed: CheckpointError for damage and absence; Mismatch
-    for missing names, other shapes or dtypes, and, if strict, for names that nobody wants. Names under "optim." are
+    for missing names, other shapes or dtypes, and, if strict, for names that no rank wants. Names under "optim." are
     optimizer state: they are required too, unless weights_only, which loads none of them.
     """
     group = group or Group.of(None, 0, 1, 60.0)
     reader = planner = None
     buffers, problem = [], None
     skipped = sorted(name for name in tensors if weights_only and name.startswith(OPTIM))
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
+    everywhere = group.union("wanted", tensors.keys() - set(skipped))
     try:
+        wanted = pieces_of({name: tensor for name, tensor in tensors.items() if name not in skipped})
         manifest = read_manifest(store, committed)
         where = f"{store.url}/{committed.key}"
-        unexpected = _match(manifest, wanted, where, strict, weights_only)
+        _match(manifest, wanted, where, strict)
+        unexpected = _unexpected(manifest, everywhere, where, strict, weights_only)
         reader, planner = BlockReader(store, manifest), _planner(manifest, wanted)
         buffers = reader.fetch(planner.create_local_plan())
     except Exception as error:  # whatever it is, the other ranks must hear of it before it goes on
@@ -82,52 +85,49 @@ def load(
     )
 
 
-def _planner(manifest: Manifest, wanted: dict[str, torch.Tensor]) -> DefaultLoadPlanner:
+def _planner(manifest: Manifest, wanted: dict[str, Piece]) -> PiecePlanner:
     """A planner for the tensors that own their storage; those tied to another are filled along with it."""
-    tied = find_aliases(wanted, local_parts(wanted))
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    owners = {name: tensor for name, tensor in wanted.items() if name not in tied}
-    planner.set_up_planner(owners, metadata_of(manifest), is_coordinator=False)
-    return planner
+    tied = find_aliases(wanted)
+    return PiecePlanner({name: piece for name, piece in wanted.items() if name not in tied}, metadata_of(manifest))
 
 
-def _match(
-    manifest: Manifest, wanted: dict[str, torch.Tensor], where: str, strict: bool, weights_only: bool
-) -> list[str]:
-    """Compare names, shapes, dtypes and ties; the stored names that nobody wants are returned, or raised if strict."""
-    stored = {
-        name: manifest.tensors[manifest.aliases.get(name, name)] for name in [*manifest.tensors, *manifest.aliases]
-    }
-    missing = sorted(wanted.keys() - stored.keys())
+def _match(manifest: Manifest, wanted: dict[str, Piece], where: str, strict: bool) -> None:
+    """Compare names, shapes, dtypes and ties of what this rank wants."""
+    missing = sorted(wanted.keys() - manifest.tensors.keys() - manifest.aliases.keys())
     if missing:
         kind = "optimizer state" if all(name.startswith(OPTIM) for name in missing) else "tensors"
         remedy = "; load weights only if that is meant" if kind == "optimizer state" else ""
         raise Mismatch(f"{where}: {kind} missing in the checkpoint: {_some(missing)}{remedy}")
-    for name, tensor in wanted.items():
-        have, want = (tuple(stored[name].shape), stored[name].dtype), (tuple(tensor.shape), dtype_name(tensor.dtype))
+    for name, piece in wanted.items():
+        stored = manifest.tensors[manifest.aliases.get(name, name)]
+        have, want = (tuple(stored.shape), stored.dtype), (tuple(piece.shape), dtype_name(piece.dtype))
         if have != want:
             raise Mismatch(
                 f"{where}: {name} is saved as {have[1]} {list(have[0])}, but {want[1]} {list(want[0])} is wanted"
             )
-        if local_part(tensor).device.type == "meta":
+        if piece.local.device.type == "meta":
             raise Mismatch(f"{where}: {name} is on the meta device; give it memory before loading into it")
     _match_ties(manifest, wanted, where, strict)
-    unexpected = sorted(stored.keys() - wanted.keys())
+
+
+def _unexpected(manifest: Manifest, wanted: set[str], where: str, strict: bool, weights_only: bool) -> list[str]:
+    """The stored names that no rank wants, or a Mismatch if strict."""
+    unexpected = sorted((manifest.tensors.keys() | manifest.aliases.keys()) - wanted)
     refused = [name for name in unexpected if not (weights_only and name.startswith(OPTIM))]
     if strict and refused:
         raise Mismatch(f"{where}: the checkpoint holds what is not wanted here: {_some(refused)}")
     return unexpected
 
 
-def _match_ties(manifest: Manifest, wanted: dict[str, torch.Tensor], where: str, strict: bool) -> None:
+def _match_ties(manifest: Manifest, wanted: dict[str, Piece], where: str, strict: bool) -> None:
     """Two names over one storage must be one tensor in the checkpoint, and under strict the other way round too."""
-    tied = find_aliases(wanted, local_parts(wanted))
+    tied = find_aliases(wanted)
     for name, owner in tied.items():
         if manifest.aliases.get(name, name) != manifest.aliases.get(owner, owner):
             raise Mismatch(f"{where}: {name} and {owner} are one tensor here, but two in the checkpoint")
     for name, owner in manifest.aliases.items():
         apart = name in wanted and owner in wanted and tied.get(name, name) != tied.get(owner, owner)
-        if strict and apart and local_part(wanted[name]).numel():
+        if strict and apart and wanted[name].local.numel():
             raise Mismatch(f"{where}: {name} and {owner} are one tensor in the checkpoint, but two here; tie them")
 
 
@@ -137,7 +137,7 @@ def _some(names: list[str]) -> str:
 
 def load_newest(
     store: Store,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Piece],
     *,
     quarantine: Collection[str] = (),
     strict: bool = True,

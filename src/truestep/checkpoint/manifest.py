@@ -6,7 +6,6 @@ other with nothing between, wider elements first, so every byte belongs to a blo
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import xxhash
 
 from truestep.errors import CheckpointError
 from truestep.files import canonical
+from truestep.numerics.boxes import Box, cover_problem
 
 FORMAT = 1
 MODEL = "model."
@@ -52,6 +52,10 @@ class Chunk:
     num_bytes: int
     block_bytes: int
     blocks: str
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
 
     def block_range(self, block: int) -> tuple[int, int]:
         """Byte range of a block within the object."""
@@ -162,7 +166,7 @@ class Manifest:
     def check(self, where: str) -> None:
         """The chunks cover every tensor exactly, and the blocks every object; aliases have a target."""
         for name, entry in self.tensors.items():
-            if problem := coverage_problem(entry):
+            if problem := cover_problem(entry.shape, [chunk.box for chunk in entry.chunks]):
                 raise CheckpointError(f"{where}: tensor {name} {problem}")
             for chunk in entry.chunks:
                 if len(chunk.blocks) != DIGEST_CHARS * chunk.num_blocks:
@@ -196,37 +200,3 @@ def describe_object(chunks: list[Chunk]) -> ObjectEntry | None:
         stop += chunk.num_bytes
         digest.update(chunk.blocks.encode())
     return ObjectEntry(stop, digest.hexdigest())
-
-
-def coverage_problem(entry: TensorEntry) -> str | None:
-    """Why the chunks are not an exact cover of the tensor, or None."""
-    volume = 0
-    for chunk in entry.chunks:
-        if len(chunk.offsets) != len(entry.shape) or len(chunk.sizes) != len(entry.shape):
-            return f"has a chunk of {len(chunk.sizes)} dimensions, but {len(entry.shape)} itself"
-        if any(o < 0 or s < 0 or o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)):
-            return f"has a chunk at {list(chunk.offsets)} of {list(chunk.sizes)} outside its shape {list(entry.shape)}"
-        volume += math.prod(chunk.sizes)
-    if volume != math.prod(entry.shape):
-        return f"is covered by {volume} of {math.prod(entry.shape)} elements; a rank's part is missing or doubled"
-    return "has overlapping chunks" if _overlap(entry.chunks) else None
-
-
-def _overlap(chunks: tuple[Chunk, ...]) -> bool:
-    """Sweep along the dimension with the most distinct offsets; only boxes open at the same place are compared."""
-    if len(chunks) < 2 or not chunks[0].sizes:
-        return len(chunks) > 1
-    dims = range(len(chunks[0].sizes))
-    sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    active: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[sweep]):
-        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > chunk.offsets[sweep]]
-        if any(_boxes_meet(chunk, other) for other in active):
-            return True
-        active.append(chunk)
-    return False
-
-
-def _boxes_meet(a: Chunk, b: Chunk) -> bool:
-    sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    return all(ao < bo + bs and bo < ao + asize for ao, asize, bo, bs in sides)

@@ -4,40 +4,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, detached."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain
-
-
-def _view(local: torch.Tensor) -> tuple:
-    """Equal for two tensors that are the same view of the same storage."""
-    return (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape, local.stride(), local.dtype)
-
-
-def local_parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What this rank holds of every tensor, by name."""
-    return {name: local_part(tensor) for name, tensor in tensors.items()}
-
-
-def find_aliases(tensors: Mapping[str, torch.Tensor], parts: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names whose tensor is the same view of the same storage as an earlier name's, by that name.
-
-    Partly overlapping views are no aliases; they are stored as tensors of their own. A part without elements is no
-    evidence, so with sharded tensors the ranks that hold elements decide.
-    """
-    first: dict[tuple, str] = {}
-    aliases = {}
-    for name, tensor in tensors.items():
-        local = parts[name]
-        if local.numel():
-            owner = first.setdefault((*_view(local), tensor.shape), name)
-            if owner != name:
-                aliases[name] = owner
-    return aliases
 
 
 def host_bytes(count: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -21,17 +20,6 @@ from truestep.storage.interface import Store
 
 SMALLEST_BLOCK = 64 << 10
 BLOCKS_A_CHUNK = 64
-
-
-class StagedPlanner(DefaultSavePlanner):
-    """Plans by the live tensors' metadata; the bytes come from the staged copies."""
-
-    def __init__(self, staged: dict[str, torch.Tensor]):
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.staged = staged
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self.staged[index.fqn]
 
 
 def block_size(num_bytes: int, block_bytes: int) -> int:

@@ -1,0 +1,146 @@
+"""`numerics.reduction = "exact"`: gradients, their norm and the loss of a step, the same bits at every degree of
+dp_replicate, dp_shard and pp, and however microbatches are spread over ranks and time.
+
+The gradient of each use of a parameter in each microbatch is rounded to integers, by the parameter's scale, before
+anything is added to it; from there on all sums are of integers. A step that does not fit its scales is computed again:
+
+    while True:
+        with exact.step():
+            ...forward and backward of this rank's microbatches...
+        outcome = exact.finish([losses])
+        if not outcome.redo:
+            break
+
+Largest magnitudes are exact too, so all ranks choose the next scales alike, whatever the mesh, and one repetition is
+enough. The very first step of a run, whose scales nobody knows, is computed twice.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from truestep.numerics.exact_sum import LIMBS, from_limbs, to_limbs
+from truestep.numerics.fixed_point import UNKNOWN, exponent_for, fits, next_exponent, squares_to_float
+from truestep.parallel.exact_bucket import Bucket, HookedBucket, Route, Scales, Slot, peaks, squares
+from truestep.parallel.probe import NormProbe
+
+TRIES = 3
+"""Computations of one step: one may meet new magnitudes, one a damaged collective."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a computation of a step ended, the same on all ranks. `redo`: compute it again, nothing of it is left. `norm`
+    (before clipping) is infinite where gradients are not finite, or where TRIES computations were in vain. `sums` are
+    empty after an overflow. `trouble`: "", "overflow", "not finite", or "damaged" (bits changed in a collective)."""
+
+    redo: bool
+    norm: float
+    sums: list[float]
+    trouble: str = ""
+
+
+class Exact:
+    """The exact reduction of one rank. `names`: all parameters of the whole model, also those of other ranks, in one
+    order. `control` (gloo, the whole job; None: one process) is for agreements."""
+
+    def __init__(
+        self, names: Sequence[str], *, device: torch.device, control: dist.ProcessGroup | None, probe: NormProbe
+    ):
+        self.scales = Scales(names, device, probe)
+        self.exponents = torch.full((len(names),), UNKNOWN, dtype=torch.int16)
+        self._control = control
+        self._buckets: list[Bucket] = []
+        self._tries = 0
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """For the checkpoint; filled in place by a load. The same on every rank."""
+        return {"exact.exponents": self.exponents}
+
+    def watch(self, params: Mapping[str, torch.nn.Parameter], route: Callable[[str], Route]) -> HookedBucket:
+        """Reduce plain parameters, whole on this rank. Their `.grad` is empty between microbatches."""
+        bucket = HookedBucket(self.scales, params, route)
+        self.include(bucket)
+        return bucket
+
+    def include(self, bucket: Bucket) -> None:
+        """Buckets are completed in this order: ranks of a group include theirs in the same one."""
+        self._buckets.append(bucket)
+
+    def sink(self, name: str) -> Callable[[torch.Tensor], None]:
+        """For `as_use`: takes the gradients of a further use of a parameter."""
+        for bucket in self._buckets:
+            if (slot := bucket.slot(name)) is not None:
+                return lambda grad: self._take(bucket, slot, grad)
+        raise KeyError(f"{name} is not reduced on this rank")
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around forward and backward of all microbatches of a step."""
+        self.scales.begin(self.exponents.tolist())
+        for bucket in self._buckets:
+            bucket.begin()
+        self._tries += 1
+        try:
+            yield
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self.scales.open = False
+
+    def finish(self, sums: Sequence[Sequence[float]]) -> Outcome:
+        """Complete the gradients, once `step` is over. Collective. `sums`: this rank's summands of each of some
+        quantities, to be added up over all ranks."""
+        for bucket in self._buckets:
+            bucket.complete()
+        grads = [pair for bucket in self._buckets for pair in bucket.fill()]
+        mine = torch.cat([self.scales.largest_P, peaks(self.scales, grads)])
+        agreed = self._agree(mine.nan_to_num(nan=math.inf).cpu(), dist.ReduceOp.MAX)
+        largest, peak = agreed[: len(agreed) // 2], agreed[len(agreed) // 2 :]
+        finite = all(map(math.isfinite, largest))
+        if finite and not all(map(fits, self.scales.exponents, largest)):
+            self._set([e if fits(e, x) else exponent_for(x) for e, x in zip(self.scales.exponents, largest)])
+            return self._again("overflow")
+
+        limbs = [limb for values in sums for limb in to_limbs(values)]
+        squared = squares(self.scales, grads, peak) if finite else torch.zeros(len(peak), 2, dtype=torch.int64)
+        numbers = [self.scales.residual.view(1).cpu(), torch.tensor(limbs, dtype=torch.int64), squared.flatten().cpu()]
+        residual, *rest = self._agree(torch.cat(numbers), dist.ReduceOp.SUM)
+        totals = [from_limbs(rest[start : start + LIMBS]) for start in range(0, len(limbs), LIMBS)]
+        if residual:
+            return self._again("damaged", totals)
+        self._tries = 0
+        if not finite:
+            return Outcome(False, math.inf, totals, "not finite")
+        self._set([next_exponent(e, x) for e, x in zip(self.scales.exponents, largest)])
+        high_low = rest[len(limbs) :]
+        return Outcome(False, squares_to_float(high_low[::2], high_low[1::2], peak), totals)
+
+    def _take(self, bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
+        self.scales.probe.add(grad)
+        bucket.take(slot, grad)
+
+    def _again(self, trouble: str, totals: list[float] | None = None) -> Outcome:
+        redo = self._tries < TRIES
+        if redo:
+            self._drop()
+        else:
+            self._tries = 0
+        return Outcome(redo, math.inf, totals or [], trouble)
+
+    def _drop(self) -> None:
+        for bucket in self._buckets:
+            bucket.drop()
+
+    def _set(self, exponents: list[int]) -> None:
+        self.exponents.copy_(torch.tensor(exponents, dtype=torch.int16))
+
+    def _agree(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType) -> list:
+        if self._control is not None:
+            dist.all_reduce(numbers, op=op, group=self._control)
+        return numbers.tolist()

@@ -72,7 +72,7 @@ class Composition:
     moe: str = "none"
     experts: int = 4
     mla: str = "none"
-    rows: int = 8
+    rows: int = 6
     size: int = 1
     context: int = 16
     documents: bool = False
@@ -208,7 +208,7 @@ def draw(pick: Pick, mesh: dict[str, int]) -> Composition:
         bias=pick(["none", "qkv", "all"]),
         window=pick([0, 5]),
         softcap=pick([False, False, True]),
-        rows=pick([8, 7, 11]),
+        rows=pick([6, 5, 7]),
         size=pick([1, 2]),
         context=pick([16, 24]),
         documents=pick([False, True]),

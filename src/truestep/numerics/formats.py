@@ -103,4 +103,4 @@ def _e2m1_codes(x: torch.Tensor) -> torch.Tensor:
     """4-bit codes in bytes: sign, then the number of the magnitude."""
     borders = torch.tensor(_E2M1_BORDERS, dtype=torch.float32, device=x.device)
     magnitude = torch.bucketize(x.abs(), borders, out_int32=True)
-    return (magnitude + (x.signbit() << 3)).to(torch.uint8)
+    return (magnitude + 8 * x.signbit()).to(torch.uint8)

@@ -12,6 +12,7 @@ from truestep.recipe.data import DataSection, TokenizerSection
 from truestep.recipe.machine import LOOPED, Checkpoint, Context, Ledger, Machine, Pipeline
 from truestep.recipe.model import ModelSection, RopeScaling
 from truestep.recipe.moe import Moe
+from truestep.recipe.numerics import LowPrecision
 from truestep.recipe.section import Section
 from truestep.recipe.stage import Gate, Loss, Optim, Sample, Schedule
 
@@ -116,6 +117,15 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     ),
     Pipeline: (_when("schedule", *LOOPED)("stages_per_rank"),),
     Context: (_when("style", "all-gather")("balance"),),
+    LowPrecision: (
+        Rule(
+            ("hadamard",),
+            lambda s: s.kind == "nvfp4" and s.low_weight_gradient,
+            'kind = "nvfp4" with low weight gradients',
+            ("kind", "weight_gradient"),
+        ),
+        _when("kind", "mxfp8")("block_scale"),
+    ),
     Checkpoint: (Rule(("storage_options",), lambda s: _remote(s.url), "an object store as `url`", ("url",)),),
     Ledger: (
         Rule(

@@ -341,3 +341,46 @@ def test_split_tokens_cover_every_row_once():
         first = held[0].tolist()
         assert first == [0, 1, 2, 3, 24, 25, 26, 27]
     assert held[1].tolist()[:4] == [4, 5, 18, 19]  # the middle of head [0, 6) and tail [18, 24)
+
+
+@pytest.mark.parametrize("way", ["both", "x then w"])
+def test_gradients_may_be_asked_for_one_after_the_other(way, monkeypatch):
+    """As a zero-bubble pipeline does; each product of the backward pass is computed once."""
+    from truestep.numerics.low_precision import product as module
+
+    calls, real = [], module.multiply
+    monkeypatch.setattr(module, "multiply", lambda *a: calls.append(1) or real(*a))
+    x, w, g = data()
+    want = run(model("nvfp4"), x, w, g)
+    assert len(calls) == 3
+    low = model("nvfp4")
+    x.requires_grad_()
+    w.requires_grad_()
+    y = low.product(Place("blocks.0.mlp.up.weight", (128, 96)), (128, 96), 64)(x * 1, w)
+    if way == "both":
+        dx, dw = torch.autograd.grad(y, [x, w], g)
+    else:
+        (dx,) = torch.autograd.grad(y, [x], g, retain_graph=True)
+        (dw,) = torch.autograd.grad(y, [w], g)
+    assert len(calls) == 6 and torch.equal(dx, want[1]) and torch.equal(dw, want[2])
+
+
+@pytest.mark.parametrize("kind, whole", [("fp8-tensorwise", True), ("mxfp8", True), ("nvfp4", False)])
+def test_compiled_products_are_the_same_and_draw_anew_every_step(kind, whole):
+    x, w, g = data()
+    low = model(kind)
+    product = low.product(Place("w", (128, 96)), (128, 96), 64)
+
+    def run_once(f, step):
+        low.draws.begin(step, 0)
+        a, b = x.detach().requires_grad_(), w.detach().requires_grad_()
+        f(a, b).backward(g)
+        return a.grad, b.grad
+
+    def f(a, b):
+        return product(a * 2, b).sin()
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=whole)
+    for step in range(3):
+        assert all(torch.equal(p, q) for p, q in zip(run_once(f, step), run_once(compiled, step)))
+    assert torch.equal(run_once(compiled, 0)[0], run_once(compiled, 1)[0]) == whole

@@ -132,7 +132,7 @@ class MXScale(Cast):
 class NVScale(Cast):
     """e2m1 with an e4m3 scale for each 16 values along K, or each 16x16 where `square`, over one fp32 scale of the
     tensor: amax / (448 · 6) (arXiv 2509.25149, appendix B). Rounding the block scale down may clip its largest value by
-    up to 1/17."""
+    up to 1/17. `amax` may also be (rows, 1), for several tensors one above the other."""
 
     block = 16
     tensor = True
@@ -154,6 +154,17 @@ class NVScale(Cast):
         scale = encode((most / E2M1.largest / outer).clamp(min=_LEAST_BLOCK_SCALE), E4M3)
         factor = (1.0 / outer) / scale.float()
         return Operand(E2M1, self._encode((blocks * factor[..., None]).flatten(-2), draws), scale, outer)
+
+
+class NVRowScale(NVScale):
+    """The same with an fp32 scale for each row: what a row becomes depends on no other row."""
+
+    tensor = False
+
+    def __call__(
+        self, x: torch.Tensor, amax: torch.Tensor | None, columns: Along = (), draws: torch.Tensor | None = None
+    ) -> Operand:
+        return super().__call__(x, largest(x.abs().amax(-1, keepdim=True), columns), columns, draws)
 
 
 def largest(amax: torch.Tensor, axes: Iterable[Axis]) -> torch.Tensor:

@@ -94,14 +94,24 @@ class LowPrecisionProduct:
 
     def __init__(self, model: LowPrecisionModel, place: Place):
         self.model, self.place = model, place
+        # the key of the draws changes every step and would be compiled in; collectives break the graph anyhow
+        self.compiles = not (model.rule.stochastic or place.tokens.axes or place.outputs or place.inputs)
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return self._call(x, w) if self.compiles else _uncompiled(self, x, w)  # pyright: ignore[reportCallIssue]
+
+    def _call(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
             return _Product.apply(x, w, self, x.dtype)  # pyright: ignore[reportReturnType]
         dtype = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             return _Product.apply(x, w, self, dtype)  # pyright: ignore[reportReturnType]
+
+
+@torch.compiler.disable
+def _uncompiled(product: LowPrecisionProduct, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return product._call(x, w)
 
 
 class _Product(torch.autograd.Function):
@@ -127,7 +137,7 @@ class _Product(torch.autograd.Function):
         w, amax, *x_tensors = ctx.saved_tensors
         model, place = product.model, product.place
         rule, g = model.rule, grads[0]
-        need_x, need_w = ctx.needs_input_grad[:2]
+        need_x, need_w = _wanted(ctx)
         g_x, g_w = model.gradient(g, place, moment, keep=need_w)
         dx = dw = None
         if need_x:
@@ -144,6 +154,25 @@ class _Product(torch.autograd.Function):
                 dw = multiply(g_w, kept_x, dtype, model.units)
             dw = dw.to(w.dtype)
         return dx, dw, None, None
+
+
+def _wanted(ctx: Any) -> tuple[bool, bool]:
+    """Which of dX and dW this backward pass is for: a zero-bubble pipeline asks for them one after the other.
+
+    Private torch API: nothing public tells a Python function what the pass that runs will use."""
+    if torch.compiler.is_compiling():
+        return ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+    x_node, w_node = (node for node, _ in ctx.next_functions[:2])
+    return _runs(x_node), _runs(w_node)
+
+
+def _runs(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad was asked for
+        return True
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

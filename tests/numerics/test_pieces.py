@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tests.dist import run_ranks
 from truestep.numerics import pieces as module
 from truestep.numerics.boxes import cover_problem
-from truestep.numerics.pieces import Piece, Split, natural, piece_of, place, span, stream_whole
+from truestep.numerics.pieces import Piece, Split, find_aliases, natural, piece_of, place, span, stream_whole
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.int64, torch.float64]
 
@@ -42,6 +42,13 @@ def test_a_part_of_another_shape_has_no_place():
 def test_natural_order():
     names = ["blocks.10.up", "head", "blocks.9.up", "embed", "blocks.9.down", "2"]
     assert sorted(names, key=natural) == ["2", "blocks.9.down", "blocks.9.up", "blocks.10.up", "embed", "head"]
+
+
+def test_only_the_same_view_of_the_same_part_is_an_alias():
+    x = torch.zeros(4, 2)
+    pieces = {"a": piece_of(x), "top": piece_of(x[:2]), "turned": piece_of(x.t()), "b": piece_of(x.view(4, 2))}
+    pieces |= {"low": Piece(x, (8, 2), (0, 0)), "high": Piece(x, (8, 2), (4, 0)), "none": piece_of(x[:0])}
+    assert find_aliases(pieces) == {"b": "a"}
 
 
 def _whole(shape, dtype=torch.float32, seed=0):

@@ -5,7 +5,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -92,6 +92,7 @@ def test_orders_that_block_are_found():
         simulate([[Work("B", 0, 0), Work("F", 0, 0)]], TIMES, 1)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted({*CLASSES, "1f1b", "gpipe"})), st.integers(2, 5), st.integers(1, 20))
 def test_padded_counts_are_those_that_torch_takes(schedule, pp, wanted):
     count = microbatches(schedule, pp, wanted)

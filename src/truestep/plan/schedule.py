@@ -14,17 +14,15 @@ FORMULAS = {
     "interleaved": "(P-1)(F+B) (arXiv 2104.04473, section 2.2)",
     "looped-bfs": "(P-1)(F+B) (arXiv 2211.05953)",
     "interleaved-zero-bubble": "(P-1)(F+B-2W) (arXiv 2401.10241, ZB-H1)",
-    "zbv": "(P-1)F where F = B-W = W (arXiv 2401.10241 calls it 0: a rank that has begun never waits)",
+    "zbv": "(P-1)F where F = B-W = W (0 in arXiv 2401.10241: once begun, a rank never waits)",
     "dualpipev": "(P-1)(F&B+B-3W), F&B = F+B (DeepSeek-V3, arXiv 2412.19437, table 2)",
 }
-"""Idle time of a rank in a step by schedule, F, B and W being times of one pipeline stage. At the end all ranks
-wait for the last one, since the gradient norm is one number."""
+"""Idle time of a rank in a step by schedule, F, B and W being times of one pipeline stage. At the end all wait for
+the last one, since the gradient norm is one number."""
 
 
 def microbatches(schedule: str, pp: int, wanted: int) -> int:
-    """The least number of microbatches from `wanted` on that the schedule can run; the step fills up with empty ones."""
-    if schedule in ("1f1b", "zbv"):
-        return max(wanted, pp)
+    """The least number of microbatches from `wanted` on that the schedule can run; a step fills up with empty ones."""
     if schedule == "dualpipev":
         return max(wanted, 2 * pp)
     if schedule in ("interleaved", "interleaved-zero-bubble"):
@@ -40,8 +38,8 @@ def in_flight(schedule: str, pp: int, per_rank: int, count: int, rank: int) -> i
     if pp == 1:
         return 1
     match schedule:
-        case "1f1b":
-            return min(everything, pp - rank)
+        case "1f1b" if count >= pp:  # below, the pipeline is never full: all forward passes, then all backward ones
+            return pp - rank
         case "interleaved":
             a_round = count // max(1, count // pp)
             return min(everything, (per_rank - 1) * a_round + 2 * (pp - 1 - rank) + 1)

@@ -53,7 +53,7 @@ def test_flex_rule_is_the_dense_rule(window: int | None, softcap: float | None, 
     monkeypatch.setattr(attention, "_flex", lambda: flex_attention)
     monkeypatch.setattr(attention, "_create_block_mask", lambda: create_block_mask)
     q, k, v = qkv(torch.float32, requires_grad=False)
-    blocks = attention._block_mask(DOCUMENTS_BT, window)
+    blocks = attention._block_mask(DOCUMENTS_BT, DOCUMENTS_BT, window)
     dense = mask(DOCUMENTS_BT, DOCUMENTS_BT, window, softcap=softcap is not None, head_dim=16, dtype=torch.float32)
     torch.testing.assert_close(attend(q, k, v, blocks, 0.3, softcap), attend(q, k, v, dense, 0.3, softcap))
 

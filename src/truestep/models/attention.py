@@ -1,8 +1,9 @@
 """The seam of core attention: `mask` is made once a microbatch for each kind of layer, `attend` called by each layer.
 
-B rows, T queries, S keys, H query heads, G key/value heads, K head size. Keys are the last S - T cached places, then
-the T of the queries. A query sees keys of its own document that are not later than itself; with a window of w, only
-the last w of them (itself included). A query that sees nothing (padding) gives 0 and passes no gradient.
+B rows, T queries, S keys, H query heads, G key/value heads, K head size. Keys are S - T places before the queries
+(of a cache, or of a row of which the queries are a part), then the T of the queries. A query sees keys of its own
+document that are not later than itself; with a window of w, only the last w of them (itself included). A query that
+sees nothing (padding) gives 0 and passes no gradient.
 """
 
 from functools import cache
@@ -13,7 +14,40 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 Mask = torch.Tensor | BlockMask | None
-"""None: plain causal. A tensor (B, 1, T, S), bool or additive floats: dense. A BlockMask: FlexAttention (CUDA)."""
+"""None: plain causal, T = S. A tensor (B or 1, 1, T, S), bool or additive floats: dense. A BlockMask: FlexAttention, on
+CUDA."""
+
+
+def row_mask(
+    documents_BS: torch.Tensor | None,
+    queries: range,
+    window: int | None,
+    *,
+    device: torch.device,
+    softcap: bool,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> tuple[range, Mask]:
+    """The keys that some `queries` (places of the row) can see, and the mask between them; without documents every row
+    is one. Later keys are left out, and so are those before the window of the first query."""
+    first = 0 if window is None else max(0, queries.start - window + 1)
+    keys = range(first, queries.stop)
+    if documents_BS is None:
+        blocks = device.type == "cuda" and softcap
+        if len(keys) == len(queries) and (window is None or window >= len(keys)) and not blocks:
+            return keys, None
+        documents_BS = torch.zeros(1, queries.stop, dtype=torch.int32, device=device)
+    of_queries, of_keys = (documents_BS[:, places.start : places.stop] for places in (queries, keys))
+    return keys, mask(of_queries, of_keys, window, softcap=softcap, head_dim=head_dim, dtype=dtype)
+
+
+def kv_share(queries: range, group: int) -> tuple[range, list[int] | None]:
+    """The key/value heads that some query heads need, where each serves `group` of them, and which of those each query
+    head takes: None where each serves equally many, as kernels for grouped queries have it."""
+    needed = range(queries.start // group, (queries.stop - 1) // group + 1)
+    taken = [query // group - needed.start for query in queries]
+    even = len({taken.count(head) for head in range(len(needed))}) == 1
+    return needed, None if even else taken
 
 
 def mask(
@@ -24,15 +58,17 @@ def mask(
     softcap: bool,
     head_dim: int,
     dtype: torch.dtype,
+    cached: bool = False,
 ) -> Mask:
-    """The mask of documents_BT numbers (-1: padding) for one kind of layer.
+    """The mask of documents_BT numbers (-1: padding) for one kind of layer. `cached`: the keys before those of the
+    queries come from a cache, which grows.
 
     On CUDA without a cache the rule goes to FlexAttention, block by block (its kernels start at heads of 16 and have no
     float64); elsewhere it is a dense tensor: additive in `dtype` for the fused kernels, which would convert a bool mask
     in every layer, and bool where scores are explicit."""
     T, S = queries_BT.shape[1], keys_BS.shape[1]
-    if queries_BT.is_cuda and T == S and head_dim >= 16 and dtype != torch.float64:
-        return _block_mask(keys_BS, window)
+    if queries_BT.is_cuda and (T == S or not cached) and head_dim >= 16 and dtype != torch.float64:
+        return _block_mask(queries_BT, keys_BS, window)
     allowed = queries_BT[:, :, None] == keys_BS[:, None, :]
     allowed &= (keys_BS >= 0)[:, None, :]
     back_TS = torch.arange(S - T, S, device=keys_BS.device)[:, None] - torch.arange(S, device=keys_BS.device)
@@ -76,13 +112,16 @@ def _explicit(
     return weights.masked_fill(~allowed, 0.0).to(v.dtype) @ v
 
 
-def _block_mask(documents_BT: torch.Tensor, window: int | None) -> BlockMask:
-    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
-        seen = (q >= k) & (documents_BT[b, q] == documents_BT[b, k]) & (documents_BT[b, k] >= 0)
-        return seen if window is None else seen & (q - k < window)
+def _block_mask(queries_BT: torch.Tensor, keys_BS: torch.Tensor, window: int | None) -> BlockMask:
+    (rows, T), S = queries_BT.shape, keys_BS.shape[1]
+    offset = S - T
 
-    rows, length = documents_BT.shape
-    return _create_block_mask()(rule, rows, None, length, length, device=documents_BT.device)
+    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
+        back = q + offset - k
+        seen = (back >= 0) & (queries_BT[b, q] == keys_BS[b, k]) & (keys_BS[b, k] >= 0)
+        return seen if window is None else seen & (back < window)
+
+    return _create_block_mask()(rule, rows, None, T, S, device=keys_BS.device)
 
 
 def _blockwise(

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from truestep.numerics.batch import columns
+from truestep.recipe.machine import Context
+
 # torch 2.13 renames the collectives and warns of the old names; 2.11 has only those.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -69,11 +72,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes along which a model's own computation is split."""
+    """The axes along which a model's own computation is split, and the way in which cp splits rows."""
 
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     cp: Axis = field(default_factory=lambda: Axis("cp"))
     ep: Axis = field(default_factory=lambda: Axis("ep"))
+    context: Context = field(default_factory=Context)
+
+    def columns(self, length: int) -> list[range]:
+        """The places of a row of `length` tokens that this rank owns along cp, in the order in which it holds them."""
+        parts = self.context.parts_per_rank if self.cp.size > 1 else 1
+        return columns(length, self.cp.size, self.cp.rank, parts)
+
+    @property
+    def order(self) -> list[int]:
+        """The equal parts of a row by number, in the order in which the ranks along cp, one after another, hold them."""
+        parts = self.context.parts_per_rank if self.cp.size > 1 else 1
+        size = self.cp.size
+        return [place.start for rank in range(size) for place in columns(size * parts, size, rank, parts)]
 
 
 def gathered(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

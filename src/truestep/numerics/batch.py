@@ -1,8 +1,11 @@
 """One microbatch: rows of one fixed shape, as tensors. B rows, T tokens each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from truestep.errors import UserError
 
 IGNORE = -100
 """Label of a place that is no target (the value that torch's cross-entropy ignores by default)."""
@@ -12,7 +15,10 @@ IGNORE = -100
 class Batch:
     """tokens_BT int64; labels_BT int64, already shifted (labels[b, t] is the token after tokens[b, t]; IGNORE = no
     target); positions_BT int64, restarting at 0 in every document; documents_BT int32, equal numbers attend to each
-    other, -1 marks padding; None = every row is one whole document."""
+    other, -1 marks padding; None = every row is one whole document.
+
+    A `part` has some columns of the rows, but the documents of whole rows: its queries see keys outside of it, and
+    every rank of the context axis answers alike whether rows are whole documents."""
 
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
@@ -23,6 +29,23 @@ class Batch:
     def num_targets(self) -> int:
         """Places that have a target. Called on CPU batches, before they are moved."""
         return int((self.labels_BT != IGNORE).sum())
+
+    def without_targets(self) -> "Batch":
+        """The same rows as padding: no target, and no document."""
+        like = self.tokens_BT if self.documents_BT is None else self.documents_BT
+        documents_BT = torch.full_like(like, -1, dtype=torch.int32)
+        return Batch(self.tokens_BT, torch.full_like(self.labels_BT, IGNORE), self.positions_BT, documents_BT)
+
+    def part(self, columns: Sequence[range]) -> "Batch":
+        """These columns of every row, in this order."""
+
+        def taken(x_BT: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x_BT[:, places.start : places.stop] for places in columns], dim=1)
+
+        documents_BS = self.documents_BT
+        if documents_BS is None:
+            documents_BS = torch.zeros_like(self.tokens_BT, dtype=torch.int32)
+        return Batch(taken(self.tokens_BT), taken(self.labels_BT), taken(self.positions_BT), documents_BS)
 
     def to(self, device: torch.device | str) -> "Batch":
         """On `device`. Whether rows are whole documents is looked at here, on the CPU, since a GPU would have to be
@@ -39,3 +62,17 @@ class Batch:
             return self.documents_BT is None
         first = self.documents_BT[:, :1]
         return bool(((self.documents_BT == first) & (first >= 0)).all())
+
+
+def columns(length: int, size: int, rank: int, parts: int = 1) -> list[range]:
+    """The places of a row of `length` tokens that `rank` of `size` owns, in the order in which it holds them.
+
+    One part: contiguous. Two: a part from the row's head, and that part's mirror from its tail, so that every rank has
+    as many pairs of a query and a key that is not later. UserError if the row has no such equal parts."""
+    number = size * parts
+    if length % number:
+        nearest = f"{length - length % number} or {length - length % number + number}"
+        text = f"a row of {length} tokens has no {number} equal parts for context parallelism; nearest: {nearest}"
+        raise UserError(text)
+    own = [rank] if parts == 1 else [rank, number - 1 - rank]
+    return [range(part * length // number, (part + 1) * length // number) for part in own]

@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from truestep.numerics.axis import Axes, Axis
 from truestep.recipe.degrees import Degrees
+from truestep.recipe.machine import Context
 
 
 @dataclass(frozen=True)
 class Groups:
-    """A rank's groups. `dense` and `expert` are meshes (dp_replicate, shard) of FSDP2 for weights of each kind. `stage`
-    is all ranks of this rank's pipeline stage but for the pipeline axis itself; its ranks see all data. Without a job
-    of several ranks there are none. `across`: the ranks that see other data for the same part of tensor-split weights."""
+    """A rank's groups. `dense` and `expert` are meshes (dp_replicate, shard) of FSDP2 for weights of each kind. `stage`:
+    all ranks of this rank's pipeline stage, which see all data between them. `across`: those of them that see other
+    data for the same part of weights that tp splits. A job of one rank has no groups."""
 
     degrees: Degrees
     axes: Axes = field(default_factory=Axes)
@@ -38,7 +39,7 @@ class Groups:
         return self.degrees.data_parallel
 
 
-def make_groups(degrees: Degrees, device: torch.device) -> Groups:
+def make_groups(degrees: Degrees, device: torch.device, context: Context | None = None) -> Groups:
     """Join the groups of `degrees`; every rank of the job calls this at the same time."""
     if degrees.world == 1:
         return Groups(degrees)
@@ -59,7 +60,7 @@ def make_groups(degrees: Degrees, device: torch.device) -> Groups:
 
     return Groups(
         degrees,
-        Axes(axis("dense", "tp"), axis("fine", "cp"), axis("expert", "ep")),
+        Axes(axis("dense", "tp"), axis("fine", "cp"), axis("expert", "ep"), context or Context()),
         axis("fine", "pp"),
         axis("stage", "stage"),
         axis("across", "across"),

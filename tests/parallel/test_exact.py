@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,26 +10,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tests import tiny
-from tests.pool import Pool
+from tests.pool import Pool, RankError
 from truestep.losses.cross_entropy import CrossEntropy
 from truestep.models.build import init_weights
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
 from truestep.numerics.digest import state_digest
 from truestep.numerics.head import HeadInput
+from truestep.numerics.pieces import piece_of, stream_whole
 from truestep.numerics.uses import as_use
 from truestep.optim.clip import clip_coefficient
-from truestep.parallel.exact import Exact, Outcome
-from truestep.parallel.exact_bucket import Route
+from truestep.parallel.exact import TRIES, Exact, Outcome
+from truestep.parallel.exact_bucket import Route, Slot
 from truestep.parallel.exact_shards import StageBucket, shard_exactly
 from truestep.parallel.probe import NormProbe
 
 STEPS = 5
 EXTRA = {"attention_bias": True, "hidden_size": 36, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 50}
-"""Nothing here divides by the number of ranks: biases, and shards that are padded or of odd length."""
+"""Nothing here divides by the number of ranks: shards are padded, and some are of odd length."""
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +40,35 @@ def pool():
 
 @dataclass
 class Setting:
-    """One division of the work: mesh (dp_replicate, dp_shard), rows of a microbatch, how FSDP2's gradients are taken."""
+    """One division of the same work. `upset`: the step before which a scale is made far too fine. `flip`: the number of
+    the collective in which rank 0 is given a wrong bit."""
 
     replicate: int = 1
     shard: int = 1
-    tied: bool = True
+    pipeline: int = 1
     once_a_step: bool = False
-    precision: str = "float32"
     reverse: bool = False
+    tied: bool = True
+    precision: str = "float32"
+    upset: int = -1
+    flip: int = -1
+    change: Callable[["Run"], None] | None = None
+
+    @property
+    def world(self) -> int:
+        return self.replicate * self.shard * self.pipeline
 
 
 @dataclass
 class Trace:
-    """What a run of some steps leaves, the same on all ranks if all is well."""
+    """What a run of some steps leaves: the same on all ranks, and at every division."""
 
     losses: list[float]
     norms: list[float]
     gradients: list[str]
     weights: str
     exponents: list[int]
-    troubles: list[str]
-    tries: list[int]
+    troubles: list[list[str]]
 
 
 class Run:
@@ -72,101 +80,206 @@ class Run:
             self.model = Decoder(tiny.section(tie_embeddings=setting.tied, **EXTRA))
         if setting.precision == "float64":
             self.model.double()
-        names = [name for name, _ in self.model.named_parameters()]
-        several = dist.get_world_size() > 1
-        self.exact = Exact(
-            names, device=torch.device("cpu"), control=dist.group.WORLD if several else None, probe=self.probe
-        )
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.world = dist.group.WORLD if dist.get_world_size() > 1 else None
+        self.exact = Exact(self.names, device=torch.device("cpu"), control=self.world, probe=self.probe)
         self.stages: list[StageBucket] = []
-        if setting.shard > 1:
-            self._shard()
-        else:
-            self._whole(dist.group.WORLD if several else None)
-        init_weights(self.model, seed=3)
-        self.sink = self.exact.sink("embed.weight") if setting.tied else None
-        self.locals = [plain(p) for p in self.model.parameters()]
-        self.optimizer = torch.optim.AdamW([nn.Parameter(p) for p in self.locals], lr=1e-2, foreach=True)
+        self._place()
+        init_weights(self.model, 3, {name: piece_of(p) for name, p in self.named().items()})
+        self.sink = self.exact.sink("embed.weight") if setting.tied and setting.pipeline == 1 else None
+        self.mirrors = {name: nn.Parameter(local(p)) for name, p in self.named().items()}
+        # fused AdamW rounds the last few elements of a tensor otherwise than the rest, so its bits depend on the cut
+        self.optimizer = torch.optim.AdamW(self.mirrors.values(), lr=1e-2, foreach=True)
+        if setting.change:
+            setting.change(self)
 
-    def _whole(self, group: dist.ProcessGroup | None) -> None:
+    def _place(self) -> None:
+        if self.setting.shard > 1:
+            return self._shard()
+        if self.setting.pipeline > 1:
+            return self._cut()
         self.model.to_empty(device="cpu")
-        route = Route((group,), dist.get_rank() == 0) if group else Route()
+        route = Route((self.world,), dist.get_rank() == 0) if self.world else Route()
         self.exact.watch(dict(self.model.named_parameters()), lambda name: route)
 
     def _shard(self) -> None:
-        sizes = (self.setting.replicate, self.setting.shard)
+        """FSDP2 (HSDP) as truestep applies it: vectors are left out of it."""
+        sizes, hybrid = (self.setting.replicate, self.setting.shard), self.setting.replicate > 1
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-        hybrid = self.setting.replicate > 1
         small = {p for p in self.model.parameters() if p.ndim < 2}
-        fsdp = partial(fully_shard, mesh=mesh if hybrid else mesh["shard"], ignored_params=small)
-        for block in self.model.blocks:
-            fsdp(block)
-        fsdp(self.model, reshard_after_forward=False)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=mesh if hybrid else mesh["shard"], ignored_params=small)
         self.model.to_empty(device="cpu")
         replicas = mesh["replicate"].get_group()
         route = Route((replicas,), replicas.rank() == 0) if hybrid else Route()
         buckets = shard_exactly(self.exact, self.model, lambda name: route, once_a_step=self.setting.once_a_step)
         self.stages = [bucket for bucket in buckets if isinstance(bucket, StageBucket)]
-        everywhere = Route((dist.group.WORLD,), dist.get_rank() == 0)
-        left = {name: p for name, p in self.model.named_parameters() if p.ndim < 2}
-        self.exact.watch(left, lambda name: everywhere)
+        assert self.world is not None
+        everywhere = Route((self.world,), dist.get_rank() == 0)
+        self.exact.watch({name: p for name, p in self.named().items() if p.ndim < 2}, lambda name: everywhere)
+
+    def _cut(self) -> None:
+        """Two stages by hand. A tied table exists on both, and its integers are added up over them."""
+        first = dist.get_rank() == 0
+        self.model.keep(range(1) if first else range(1, 2), first=first, last=not first)
+        self.model.to_empty(device="cpu")
+        assert self.world is not None
+        tie = Route((self.world,), first)
+        route = {"embed.weight": tie} if self.setting.tied else {}
+        self.exact.watch(self.named(), lambda name: route.get(name, Route()))
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Parameters by their names in the whole model."""
+        return {name.replace("head_mirror", "embed.weight"): p for name, p in self.model.named_parameters()}
+
+    def owned(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.named().items() if p is not getattr(self.model, "head_mirror", None)}
 
     def step(self, batch: Batch) -> tuple[Outcome, list[str], str]:
-        """Compute until it fits, update; the outcome, what went wrong before it, digest of the gradients."""
-        mine = tiny.share(batch, dist.get_rank(), dist.get_world_size(), size=2)
+        """Compute until it fits, and update. Returns the end, what went wrong before, the digest of the gradients."""
+        data_size = self.setting.replicate * self.setting.shard
+        mine = tiny.share(batch, dist.get_rank() % data_size, data_size, size=2)
         if self.setting.reverse:
             mine.reverse()
         troubles = []
         while True:
             with self.exact.step():
                 sums = [self.microbatch(part, batch.num_targets) for part in mine]
-            outcome = self.exact.finish([sums])
+            outcome = self.exact.finish([[value for value in sums if value is not None]])
             if not outcome.redo:
                 break
             troubles.append(outcome.trouble)
-        named = dict(self.model.named_parameters())
-        digest = state_digest({name: p.grad for name, p in named.items()}) if outcome.norm < torch.inf else ""
-        if outcome.norm < torch.inf:
-            coefficient = clip_coefficient(torch.tensor(outcome.norm, dtype=torch.float64), 0.5).item()
-            for param, mirror in zip(self.model.parameters(), self.optimizer.param_groups[0]["params"]):
-                mirror.data, mirror.grad = plain(param), plain(param.grad) * coefficient
-            self.optimizer.step()
-        for param in self.model.parameters():
+        if outcome.trouble:
+            return outcome, troubles, outcome.trouble
+        grads = {name: p.grad for name, p in self.owned().items() if p.grad is not None}
+        assert grads.keys() == self.owned().keys()
+        digest = state_digest(grads)
+        coefficient = clip_coefficient(torch.tensor(outcome.norm, dtype=torch.float64), 0.5).item()
+        for name, param in self.named().items():
+            mirror = self.mirrors[name]
+            mirror.data, mirror.grad = local(param), local(param.grad) * coefficient
             param.grad = None
+        self.optimizer.step()
         return outcome, troubles, digest
 
-    def microbatch(self, batch: Batch, num_targets: int) -> float:
+    def microbatch(self, batch: Batch, num_targets: int) -> float | None:
+        """Forward and backward; the loss sum where this rank has it."""
+
         def head(out: HeadInput) -> torch.Tensor:
             used = replace(out, weight_VD=as_use(out.weight_VD, self.sink)) if self.sink else out
             return CrossEntropy(z_loss=1e-3, chunk_tokens=7)(used, batch).sum
 
+        rest = (batch.positions_BT, batch.documents_BT)
+        if self.setting.pipeline > 1:
+            return self._through_the_pipeline(batch, head, num_targets)
         if self.stages:
             self.model.set_requires_gradient_sync(False)
-        total = self.model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head=head)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.setting.precision == "bfloat16"):
+            total = self.model(batch.tokens_BT, *rest, head=head)
         (total / num_targets).backward()
         for stage in self.stages:
             stage.sweep()
         self.probe.next_microbatch()
         return total.item()
 
+    def _through_the_pipeline(self, batch: Batch, head: Any, num_targets: int) -> float | None:
+        rest = (batch.positions_BT, batch.documents_BT)
+        if dist.get_rank() == 0:
+            out_BTD = self.model(batch.tokens_BT, *rest)
+            dist.send(out_BTD.detach(), 1)
+            grad_BTD = torch.empty_like(out_BTD)
+            dist.recv(grad_BTD, 1)
+            out_BTD.backward(grad_BTD)
+            return None
+        x_BTD = torch.empty(*batch.tokens_BT.shape, EXTRA["hidden_size"], requires_grad=True)
+        dist.recv(x_BTD.detach(), 0)
+        total = self.model(x_BTD, *rest, head=head)
+        (total / num_targets).backward()
+        assert x_BTD.grad is not None
+        dist.send(x_BTD.grad, 0)
+        return total.item()
 
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    def upset(self) -> None:
+        self.exact.exponents[self.names.index("blocks.0.mlp.down.weight")] += 30
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Weights, moments and scales, whole."""
+        state: dict[str, Any] = {name: p.detach() for name, p in self.named().items()}
+        for name, p in self.named().items():
+            for key, value in self.optimizer.state[self.mirrors[name]].items():
+                state[f"{name}.{key}"] = replace(piece_of(p), local=value) if value.ndim else value
+        state |= self.exact.state_tensors()
+        return {name: whole.clone() for name, whole in stream_whole(state) if whole is not None}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        for name, p in self.named().items():
+            region = piece_of(p).region
+            piece_of(p).local.copy_(state[name][region])
+            mirror = self.mirrors[name]
+            kept = {key: state[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            self.optimizer.state[mirror] = {
+                key: value[region].clone() if value.ndim else value.clone() for key, value in kept.items()
+            }
+        self.exact.exponents.copy_(state["exact.exponents"])
 
 
-def train(rank: int, world: int, setting: Setting, steps: int = STEPS, prepare: Callable[[Run], None] | None = None):
+def local(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return piece_of(tensor).local
+
+
+class Flip:
+    """Stands before the collectives of exact reductions and damages one of them on rank 0."""
+
+    def __init__(self, at: int):
+        self.at, self.count = at, 0
+        self.kept = dist.all_to_all_single, dist.all_reduce
+
+    def __enter__(self):
+        exchange, add_up = self.kept
+        dist.all_to_all_single = lambda out, *args, **kwargs: self._after(exchange(out, *args, **kwargs), out)
+        dist.all_reduce = lambda out, *args, **kwargs: self._after(add_up(out, *args, **kwargs), out, kwargs.get("op"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single, dist.all_reduce = self.kept
+
+    def _after(self, result: Any, out: torch.Tensor, op: Any = None) -> Any:
+        if op is None:  # not an agreement between ranks
+            if self.count == self.at and dist.get_rank() == 0:
+                flat = out.view(-1).view(torch.uint8)
+                flat[len(flat) // 2] ^= 4
+            self.count += 1
+        return result
+
+
+def train(rank: int, world: int, setting: Setting, steps: int = STEPS) -> Trace:
     run = Run(setting)
-    if prepare:
-        prepare(run)
-    results = [run.step(batch) for batch in tiny.rows(steps)]
+    results = []
+    with Flip(setting.flip):
+        for number, batch in enumerate(tiny.rows(steps)):
+            if number == setting.upset:
+                run.upset()
+            results.append(run.step(batch))
+    return trace_of(run, results)
+
+
+def trace_of(run: Run, results: list[tuple[Outcome, list[str], str]]) -> Trace:
     return Trace(
         losses=[outcome.sums[0] for outcome, _, _ in results],
         norms=[outcome.norm for outcome, _, _ in results],
         gradients=[digest for _, _, digest in results],
-        weights=state_digest(dict(run.model.named_parameters())),
+        weights=state_digest(run.owned()),
         exponents=run.exact.exponents.tolist(),
-        troubles=[trouble for _, troubles, _ in results for trouble in troubles],
-        tries=[len(troubles) + 1 for _, troubles, _ in results],
+        troubles=[troubles for _, troubles, _ in results],
     )
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def one(request, pool) -> tuple[bool, Trace]:
+    """One process, as all others are to be."""
+    return request.param, pool.run(train, 1, Setting(tied=request.param))[0]
 
 
 DIVISIONS = {
@@ -176,31 +289,204 @@ DIVISIONS = {
     "shard3": Setting(shard=3),
     "shard4": Setting(shard=4),
     "hsdp2x2": Setting(replicate=2, shard=2),
-    "other order": Setting(reverse=True),
+    "reverse": Setting(reverse=True),
     "stage2": Setting(shard=2, once_a_step=True),
     "stage2x2": Setting(replicate=2, shard=2, once_a_step=True),
+    "pipeline2": Setting(pipeline=2),
 }
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def one(request, pool) -> tuple[bool, Trace]:
-    """One process, as all others are to be."""
-    return request.param, pool.run(train, 1, Setting(tied=request.param))[0]
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_the_bits_know_nothing_of_ranks(pool, one, division):
     tied, expected = one
     setting = replace(DIVISIONS[division], tied=tied)
-    world = setting.replicate * setting.shard
-    for trace in pool.run(train, world, setting):
+    for trace in pool.run(train, setting.world, setting):
         assert trace == expected
 
 
 def test_a_run_is_what_it_seems(one):
-    """The losses fall, every step counts, the first step alone is computed twice."""
+    """Losses fall, every step counts, the first one alone is computed twice."""
     _, trace = one
     assert trace.losses[-1] < trace.losses[0]
     assert len(set(trace.gradients)) == STEPS
-    assert all(norm > 0 for norm in trace.norms)
-    assert trace.tries == [2, 1, 1, 1, 1] and trace.troubles == ["overflow"]
+    assert all(0 < norm < torch.inf for norm in trace.norms)
+    assert trace.troubles == [["overflow"], [], [], [], []]
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_other_precisions(pool, precision):
+    setting = Setting(precision=precision)
+    expected = pool.run(train, 1, setting, 2)[0]
+    assert pool.run(train, 2, replace(setting, shard=2), 2) == [expected] * 2
+    assert pool.run(train, 2, replace(setting, replicate=2), 2) == [expected] * 2
+
+
+def test_the_gradient_is_that_of_plain_autograd(pool):
+    """Up to the rounding of 2^-37 of the largest."""
+    exact, plain = pool.run(both_gradients, 1)[0]
+    for name, gradient in plain.items():
+        assert (exact[name] - gradient).abs().max() <= gradient.abs().max() * 1e-9, name
+
+
+def both_gradients(rank: int, world: int) -> tuple[dict, dict]:
+    run = Run(Setting(precision="float64"))
+    batch = tiny.rows()[0]
+    for _ in range(2):
+        with run.exact.step():
+            total = run.microbatch(batch, batch.num_targets)
+        outcome = run.exact.finish([[total or 0.0]])
+    exact = {name: local(p.grad).clone() for name, p in run.named().items()}
+    for p in run.named().values():
+        p.grad = None
+    run.sink = None
+    run.microbatch(batch, batch.num_targets)
+    plain = {name: local(p.grad) for name, p in run.named().items()}
+    norm = torch.cat([g.flatten() for g in exact.values()]).norm().item()
+    assert outcome.norm == pytest.approx(norm, rel=1e-12)
+    return exact, plain
+
+
+def sum_in_floats(run: Run) -> None:
+    """The mistake that exact reduction is there to prevent: a sum over ranks before anything is rounded."""
+    add = run.exact.scales.add
+    run.exact.scales.add = lambda slot, total_N, x_RN: add(slot, total_N, x_RN.sum(0, keepdim=True))
+
+
+def accumulate_in_floats(run: Run) -> None:
+    """The same over microbatches: what is rounded is a sum."""
+    sums: dict[str, torch.Tensor] = {}
+    begin, add = run.exact.scales.begin, run.exact.scales.add
+
+    def begin_anew(exponents: list[int]) -> None:
+        sums.clear()
+        begin(exponents)
+
+    def add_sum(slot: Slot, total_N: torch.Tensor, x_RN: torch.Tensor) -> None:
+        sums[slot.name] = sums.get(slot.name, 0) + x_RN
+        add(slot, total_N.zero_(), sums[slot.name])
+
+    run.exact.scales.begin, run.exact.scales.add = begin_anew, add_sum
+
+
+def tie_in_floats(run: Run) -> None:
+    """Both uses of the tied table summed by autograd."""
+    run.sink = None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(shard=4, change=sum_in_floats), Setting(change=accumulate_in_floats), Setting(change=tie_in_floats)],
+    ids=lambda setting: setting.change.__name__,
+)
+def test_a_sum_in_floating_point_shows(pool, setting):
+    expected = pool.run(train, 1, Setting(), 1)[0]
+    trace = pool.run(train, setting.world, setting, 1)[0]
+    assert trace.losses == expected.losses
+    assert trace.gradients != expected.gradients
+
+
+@pytest.mark.parametrize("division", ["replicate2", "shard2", "hsdp2x2", "stage2", "pipeline2"])
+def test_an_overflow_is_computed_again_and_leaves_no_trace(pool, division):
+    expected = pool.run(train, 1, Setting(upset=2), 4)[0]
+    assert expected.troubles == [["overflow"], [], ["overflow"], []]
+    assert expected.gradients[:2] == pool.run(train, 1, Setting(), 2)[0].gradients
+    setting = replace(DIVISIONS[division], upset=2)
+    assert pool.run(train, setting.world, setting, 4) == [expected] * setting.world
+
+
+@pytest.mark.parametrize("division", ["replicate2", "shard2", "hsdp2x2", "stage2", "pipeline2"])
+@pytest.mark.parametrize("event", [0, 1, 4])
+def test_a_damaged_collective_is_seen_and_repeated(pool, division, event):
+    """Whichever collective it is, the step is computed again, and its bits are what they would have been."""
+    setting = replace(DIVISIONS[division], flip=event)
+    expected = pool.run(train, 1, Setting(), 4)[0]
+    for trace in pool.run(train, setting.world, setting, 4):
+        assert [name for names in trace.troubles for name in names].count("damaged") == 1
+        assert replace(trace, troubles=expected.troubles) == expected
+
+
+def spoil(run: Run) -> None:
+    """On the last rank, a gradient that is no number."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        run.model.blocks[1].mlp.register_full_backward_hook(lambda module, given, out: (given[0] * torch.nan,))
+
+
+@pytest.mark.parametrize("division", ["replicate2", "shard2", "hsdp2x2", "pipeline2"])
+def test_what_is_not_finite_ends_the_step_everywhere(pool, division):
+    setting = replace(DIVISIONS[division], change=spoil)
+    for trace in pool.run(train, setting.world, setting, 1):
+        assert trace.gradients == ["not finite"] and trace.norms == [torch.inf]
+        assert trace.losses == pool.run(train, 1, Setting(), 1)[0].losses
+        assert trace.troubles == [[]]
+
+
+def insist(run: Run) -> None:
+    """A scale that never fits."""
+    run.exact._set = lambda exponents: run.exact.exponents.fill_(100)
+
+
+def test_a_step_is_not_repeated_for_ever(pool):
+    trace = pool.run(train, 1, Setting(change=insist), 1)[0]
+    assert trace.troubles == [["overflow"] * (TRIES - 1)]
+    assert trace.gradients == ["overflow"] and trace.norms == [torch.inf]
+
+
+@pytest.mark.parametrize("before, after", [("one", "shard2"), ("shard3", "hsdp2x2"), ("hsdp2x2", "one")])
+def test_resumed_on_another_mesh_from_saved_scales(pool, before, after):
+    expected = pool.run(train, 1, Setting())[0]
+    settings = {"one": Setting(), **DIVISIONS}
+    state = pool.run(save_after, settings[before].world, settings[before], 3)[0]
+    for trace in pool.run(resume, settings[after].world, settings[after], state, 3):
+        assert trace.losses == expected.losses[3:]
+        assert trace.gradients == expected.gradients[3:]
+        assert (trace.weights, trace.exponents) == (expected.weights, expected.exponents)
+        assert trace.troubles == [[], []]
+
+
+def save_after(rank: int, world: int, setting: Setting, steps: int) -> dict[str, torch.Tensor]:
+    run = Run(setting)
+    for batch in tiny.rows(steps):
+        run.step(batch)
+    return run.save()
+
+
+def resume(rank: int, world: int, setting: Setting, state: dict[str, torch.Tensor], start: int) -> Trace:
+    run = Run(setting)
+    run.load(state)
+    return trace_of(run, [run.step(batch) for batch in tiny.rows(STEPS)[start:]])
+
+
+def test_shard_norms_are_noted_for_every_microbatch(pool):
+    for division, mine in (("replicate2", 3), ("shard2", 3), ("hsdp2x2", 2), ("stage2", 3)):
+        setting = DIVISIONS[division]
+        assert all(count == mine and low > 0 for count, low in pool.run(probed, setting.world, setting)), division
+
+
+def probed(rank: int, world: int, setting: Setting) -> tuple[int, float]:
+    run, batch = Run(setting), tiny.rows()[0]
+    mine = tiny.share(batch, rank, world, size=2)
+    with run.exact.step():
+        for part in mine:
+            run.microbatch(part, batch.num_targets)
+    norms = run.probe.take()
+    return len(norms), max(norms)
+
+
+def skip_a_block(rank: int, world: int) -> None:
+    run, batch = Run(Setting(shard=2)), tiny.rows()[0]
+    with run.exact.step():
+        run.model.blocks[0].attention.forward = lambda x_BTD, given: x_BTD
+        run.microbatch(batch, batch.num_targets)
+
+
+def leave_the_step(rank: int, world: int) -> None:
+    run, batch = Run(Setting(shard=2)), tiny.rows()[0]
+    run.microbatch(batch, batch.num_targets)
+
+
+@pytest.mark.parametrize(
+    "task, words", [(skip_a_block, "gradients of only some of blocks.0"), (leave_the_step, "step")]
+)
+def test_what_would_pass_the_reduction_by_is_refused(pool, task, words):
+    with pytest.raises(RankError, match=words):
+        pool.run(task, 2)

@@ -35,8 +35,8 @@ TRIES = 3
 @dataclass(frozen=True)
 class Outcome:
     """How a computation of a step ended, the same on all ranks. `redo`: compute it again, nothing of it is left. `norm`
-    (before clipping) is infinite where gradients are not finite, or where TRIES computations were in vain. `sums` are
-    empty after an overflow. `trouble`: "", "overflow", "not finite", or "damaged" (bits changed in a collective)."""
+    (before clipping) is infinite where gradients are not finite, or where TRIES computations were in vain. `trouble`:
+    nothing, "overflow", "not finite", or "damaged" (bits changed in a collective)."""
 
     redo: bool
     norm: float
@@ -89,6 +89,7 @@ class Exact:
             yield
         except BaseException:
             self._drop()
+            self._tries = 0
             raise
         finally:
             self.scales.open = False
@@ -102,22 +103,24 @@ class Exact:
         mine = torch.cat([self.scales.largest_P, peaks(self.scales, grads)])
         agreed = self._agree(mine.nan_to_num(nan=math.inf).cpu(), dist.ReduceOp.MAX)
         largest, peak = agreed[: len(agreed) // 2], agreed[len(agreed) // 2 :]
+        exponents = self.scales.exponents
         finite = all(map(math.isfinite, largest))
-        if finite and not all(map(fits, self.scales.exponents, largest)):
-            self._set([e if fits(e, x) else exponent_for(x) for e, x in zip(self.scales.exponents, largest)])
-            return self._again("overflow")
+        fitting = finite and all(map(fits, exponents, largest))
 
         limbs = [limb for values in sums for limb in to_limbs(values)]
-        squared = squares(self.scales, grads, peak) if finite else torch.zeros(len(peak), 2, dtype=torch.int64)
+        squared = squares(self.scales, grads, peak) if fitting else torch.zeros(len(peak), 2, dtype=torch.int64)
         numbers = [self.scales.residual.view(1).cpu(), torch.tensor(limbs, dtype=torch.int64), squared.flatten().cpu()]
         residual, *rest = self._agree(torch.cat(numbers), dist.ReduceOp.SUM)
         totals = [from_limbs(rest[start : start + LIMBS]) for start in range(0, len(limbs), LIMBS)]
         if residual:
             return self._again("damaged", totals)
+        if finite and not fitting:
+            self._set([e if fits(e, x) else exponent_for(x) for e, x in zip(exponents, largest)])
+            return self._again("overflow", totals)
         self._tries = 0
         if not finite:
             return Outcome(False, math.inf, totals, "not finite")
-        self._set([next_exponent(e, x) for e, x in zip(self.scales.exponents, largest)])
+        self._set([next_exponent(e, x) for e, x in zip(exponents, largest)])
         high_low = rest[len(limbs) :]
         return Outcome(False, squares_to_float(high_low[::2], high_low[1::2], peak), totals)
 
@@ -125,13 +128,13 @@ class Exact:
         self.scales.probe.add(grad)
         bucket.take(slot, grad)
 
-    def _again(self, trouble: str, totals: list[float] | None = None) -> Outcome:
+    def _again(self, trouble: str, totals: list[float]) -> Outcome:
         redo = self._tries < TRIES
         if redo:
             self._drop()
         else:
             self._tries = 0
-        return Outcome(redo, math.inf, totals or [], trouble)
+        return Outcome(redo, math.inf, totals, trouble)
 
     def _drop(self) -> None:
         for bucket in self._buckets:

@@ -98,5 +98,5 @@ def whole_gradients(training: TrainState) -> dict[str, torch.Tensor]:
     found = [dict(stream_whole(training.parallel.gradients()))]
     if dist.is_initialized():
         dist.broadcast_object_list(found, 0)
-    assert set(found[0]) >= set(dict(training.parallel.bare.named_parameters()))
+    assert set(found[0]) >= set(training.parallel.named_parameters())
     return {name: gradient.clone() for name, gradient in found[0].items()}

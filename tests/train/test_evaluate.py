@@ -39,7 +39,7 @@ class Uniform(nn.Module):
 
 
 def parallel_of(model: nn.Module) -> Parallel:
-    return Parallel(model, model, Groups(Degrees()), torch.float32, torch.device("cpu"))
+    return Parallel([model], model, Groups(Degrees()), torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
@@ -122,7 +122,7 @@ def test_mode_and_random_streams_come_back_also_after_an_error(fails):
     expected = torch.rand(3)
     torch.manual_seed(5)
     try:
-        with as_it_was(model):
+        with as_it_was([model]):
             model.eval()
             torch.rand(100)
             if fails:

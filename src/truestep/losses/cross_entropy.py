@@ -52,6 +52,7 @@ class CrossEntropy:
                 self.chunk_tokens,
                 out.vocab,
                 out.first_row,
+                out.backward_twice,
             )
         else:
             total, nll = cross_entropy(out.logits(), batch.labels_BT, self.z_loss)
@@ -79,15 +80,17 @@ def linear_cross_entropy(
     chunk_tokens: int = 1024,
     vocab: Axis | None = None,
     first_row: int = 0,
+    backward_twice: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy` of softcap(hidden @ weight.T) without the logits: the sums (with z-loss, without and detached)
     over labels other than IGNORE, in fp32 (float64 stays float64). Products are made in autocast's dtype where
     autocast is on, else in that of the hidden states; everything else, and the accumulation of the weight's gradient,
     in fp32 at least. `weight_VD` holds the rows from `first_row` on where `vocab` splits them. The backward pass may
-    run once."""
+    run once, unless `backward_twice`, which takes more memory."""
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
-    options = _Options(softcap, z_loss, chunk_tokens, dtype, torch.is_grad_enabled(), vocab or Axis("tp"), first_row)
+    split = vocab or Axis("tp"), first_row
+    options = _Options(softcap, z_loss, chunk_tokens, dtype, torch.is_grad_enabled(), *split, backward_twice)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden_BTD, weight_VD, labels_BT, options)
 
@@ -101,6 +104,7 @@ class _Options:
     grad: bool
     vocab: Axis
     first_row: int
+    backward_twice: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -124,6 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 zeros_ND = grad_hidden_BTD.new_zeros(labels_BT.numel(), hidden_BTD.shape[-1])
                 grad_hidden_BTD = zeros_ND.index_copy_(0, rows_n, grad_hidden_BTD)
             grad_hidden_BTD = grad_hidden_BTD.view(hidden_BTD.shape)
+        ctx.twice = options.backward_twice
         ctx.grads = [(grad_hidden_BTD, hidden_BTD.dtype), (chunks.grad_weight_VD, weight_VD.dtype)]
         nll = chunks.nll_N.sum()
         total = nll + options.z_loss * chunks.log_z_N.square().sum() if options.z_loss else nll.clone()
@@ -135,6 +140,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: torch.Tensor, grad_nll: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.grads is None:
             raise RuntimeError("the fused cross-entropy keeps one set of gradients: run the forward pass again")
+        if ctx.twice:
+            kept = (None if g is None else (g * grad_total).to(dtype) for g, dtype in ctx.grads)
+            return *kept, None, None
         # Scaled in place, and forgotten here so that autograd may take the memory over as .grad instead of copying it.
         grads, ctx.grads = ctx.grads, None
         grad_hidden, grad_weight = (None if g is None else g.mul_(grad_total).to(dtype) for g, dtype in grads)

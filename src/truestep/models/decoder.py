@@ -11,10 +11,14 @@ from torch import nn
 from torch.nn.functional import embedding
 
 from truestep.models.attention import mask
+from truestep.models.block import Block
 from truestep.models.cache import KVCache
-from truestep.models.layers import Block, LayerInput, Linear, Parted, RMSNorm
+from truestep.models.context import Rule, rule_of
+from truestep.models.layers import LayerInput, Linear, Parted, RMSNorm
+from truestep.models.moe import MoE
 from truestep.models.roles import infer_roles
 from truestep.models.rope import Rope
+from truestep.models.router import Router, end_step, take_counts
 from truestep.numerics.axis import Axes
 from truestep.numerics.head import HeadInput
 from truestep.numerics.pieces import Split, span
@@ -54,6 +58,7 @@ class Decoder(nn.Module):
 
     embed: nn.Embedding | None
     norm: RMSNorm | None
+    backward_twice = False
 
     def __init__(self, section: ModelSection):
         super().__init__()
@@ -63,7 +68,8 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(section.hidden_size, section.norm_eps, bool(section.norm_offset))
         if not section.tie_embeddings:
             self.head = Linear(section.hidden_size, section.vocab_size, bias=False)
-        rope = Rope(section.head_dim, section.rope_theta, section.rope_scaling)
+        turned = section.head_dim if section.mla is None else section.mla.rope_dim
+        rope = Rope(turned, section.rope_theta, section.rope_scaling)
         # gemma3: layers with a window have a rotary base of their own, which is never scaled
         local = (
             Rope(section.head_dim, section.rope_local_theta or 10000.0, None) if section.family == "gemma3" else rope
@@ -125,7 +131,8 @@ class Decoder(nn.Module):
         first_row, _ = span(self.section.vocab_size, self.axes.tp.size, self.axes.tp.rank)
         hidden_BTD = self.axes.tp.gather(self.norm(x_BTD), 1)
         softcap, vocab_size = self.section.logit_softcap, self.section.vocab_size
-        out = HeadInput(hidden_BTD, self._table(), softcap, self.axes.tp, first_row, vocab_size)
+        vocab = self.axes.tp, first_row, vocab_size
+        out = HeadInput(hidden_BTD, self._table(), softcap, *vocab, self.backward_twice)
         return out.logits() if head is None else head(out)
 
     def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -155,6 +162,36 @@ class Decoder(nn.Module):
         """What each parameter is for, by name."""
         return infer_roles(self, self.section.vocab_size)
 
+    def moes(self) -> dict[int, MoE]:
+        """Blocks with experts, by their number in the whole model; `dispatch` is their seam of expert parallelism."""
+        found = {int(number): block.mlp for number, block in self.blocks.named_children()}
+        return {number: mlp for number, mlp in found.items() if isinstance(mlp, MoE)}
+
+    def begin_step(self, tokens: int, scale: float = 1.0) -> None:
+        """A step of training begins. `tokens`: those of its global batch that are no padding; `scale`: what gradients
+        are multiplied by. Without it (in evaluation, say) routers count nothing and have no losses."""
+        for router in self._routers().values():
+            router.begin(tokens, scale)
+
+    @property
+    def wants_pre_pass(self) -> bool:
+        """Whether after begin_step all microbatches are to go through once without gradient, then to `end_pre_pass`."""
+        moe = self.section.moe
+        return moe is not None and moe.balance == "aux" and moe.counts == "pre-pass"
+
+    def end_pre_pass(self, sum_over: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Balance losses go by what was counted since begin_step. For `sum_over` see `end_step`."""
+        if routers := list(self._routers().values()):
+            take_counts(routers, sum_over)
+
+    def end_step(self, sum_over: Callable[[torch.Tensor], torch.Tensor], update: bool = True) -> dict[str, float]:
+        """The step is over: loads and biases of routers are updated (unless its update was skipped). Metrics of this
+        part of the model for the run log. `sum_over` gives the sum over the ranks that saw other tokens."""
+        return end_step(self._routers(), sum_over, update)
+
+    def _routers(self) -> dict[int, Router]:
+        return {number: moe.router for number, moe in self.moes().items()}
+
     def _layer_inputs(
         self,
         x_BTD: torch.Tensor,
@@ -165,17 +202,30 @@ class Decoder(nn.Module):
     ) -> dict[int | None, LayerInput]:
         """Rotary tables and mask of the layers with each window (None: full attention), made once for all of them."""
         start, dtype = (0 if cache is None else cache.length), x_BTD.dtype
+        own = self.axes.columns(length * self.axes.cp.size)
         if positions_BT is None:
-            positions_BT = torch.arange(start, start + length, device=x_BTD.device)[None]
+            places = [torch.arange(start + p.start, start + p.stop, device=x_BTD.device) for p in own]
+            positions_BT = torch.cat(places)[None]
+        tables = {rope: rope.tables(positions_BT, dtype) for rope in set(self._ropes.values())}
+        real_BT = None
+        if documents_BT is not None:
+            own_BT = torch.cat([documents_BT[:, p.start : p.stop] for p in own], dim=1)
+            real_BT = self.axes.tp.part(own_BT, 1) >= 0
+        rule = self._rule(x_BTD, length, documents_BT, cache)
+        return {window: LayerInput(tables[rope], rule(window), cache, real_BT) for window, rope in self._ropes.items()}
+
+    def _rule(
+        self, x_BTD: torch.Tensor, length: int, documents_BT: torch.Tensor | None, cache: KVCache | None
+    ) -> Callable[[int | None], Rule]:
+        """Who sees whom in layers with a window."""
+        softcap, head_dim, dtype = self.section.attention_softcap is not None, self.section.head_dim, x_BTD.dtype
+        options = {"softcap": softcap, "head_dim": head_dim, "dtype": dtype}
+        if cache is None:
+            length *= self.axes.cp.size
+            return lambda window: rule_of(self.axes, documents_BT, length, window, device=x_BTD.device, **options)
+        assert self.axes.cp.size == 1, "a cache holds whole rows"
         queries_BT = documents_BT
         if queries_BT is None:
             queries_BT = torch.zeros(x_BTD.shape[0], length, dtype=torch.int32, device=x_BTD.device)
-        keys_BS = queries_BT if cache is None else cache.documents_with(queries_BT)
-        given: dict[int | None, LayerInput] = {}
-        options = {"softcap": self.section.attention_softcap is not None, "head_dim": self.section.head_dim}
-        tables = {rope: rope.tables(positions_BT, dtype) for rope in set(self._ropes.values())}
-        for window, rope in self._ropes.items():
-            plain = documents_BT is None and cache is None and (window is None or window >= length)
-            dense = None if plain else mask(queries_BT, keys_BS, window, dtype=dtype, **options)
-            given[window] = LayerInput(tables[rope], dense, cache)
-        return given
+        keys_BS = cache.documents_with(queries_BT)
+        return lambda window: mask(queries_BT, keys_BS, window, cached=True, **options)

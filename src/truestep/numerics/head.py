@@ -14,7 +14,10 @@ from truestep.numerics.pieces import span
 class HeadInput:
     """hidden_BTD after the last normalisation; weight_VD, a plain tensor (unsharded at forward time) in the dtype of
     the hidden states or wider; softcap c replaces a logit x by c·tanh(x / c). A loss that never needs all logits at
-    once takes the two factors; `logits` is for everybody else."""
+    once takes the two factors; `logits` is for everybody else.
+
+    `vocab`: the axis over which rows of the matrix are split; this rank has those from `first_row` on, of vocab_size.
+    `backward_twice`: the backward pass of inputs and that of weights run apart (zero-bubble pipelines)."""
 
     hidden_BTD: torch.Tensor
     weight_VD: torch.Tensor
@@ -22,6 +25,7 @@ class HeadInput:
     vocab: Axis = field(default_factory=lambda: Axis("tp"))
     first_row: int = 0
     vocab_size: int = 0
+    backward_twice: bool = False
 
     def logits(self) -> torch.Tensor:
         """logits_BTV of the whole vocabulary, in fp32 (float64 stays float64)."""

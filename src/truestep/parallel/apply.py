@@ -6,6 +6,8 @@ further follows `Splittable`. Nothing here knows its kind.
 """
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -22,9 +24,12 @@ from truestep.numerics.pieces import Piece, Split
 from truestep.numerics.roles import Role
 from truestep.parallel.groups import Groups, make_groups
 from truestep.parallel.layout import Place, cut, places
-from truestep.parallel.model import Parallel
+from truestep.parallel.model import MIRROR, Mirror, Parallel
+from truestep.parallel.pipeline import Pipeline, Shape
 from truestep.parallel.probe import ProbedReduceScatter, watch_leaves
+from truestep.parallel.schedule import SPLIT_BACKWARD, parts_of_rank, rank_of_part
 from truestep.recipe.degrees import Degrees
+from truestep.recipe.machine import Context
 
 _KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
@@ -40,6 +45,27 @@ class Splittable(Protocol):
     def splits(self) -> dict[str, Split]: ...
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """A model that can be made into some of its layers. `backward_twice`: the backward passes of inputs and of weights
+    will run apart."""
+
+    backward_twice: bool
+
+    def keep(self, layers: range, *, first: bool, last: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """`layers` of each part; parts on a rank; hidden_size of what travels; whether the head is tied."""
+
+    schedule: str
+    per_rank: int
+    layers: tuple[range, ...]
+    hidden_size: int
+    tied: bool
+
+
 def parallelize(
     model: nn.Module,
     degrees: Degrees,
@@ -50,6 +76,8 @@ def parallelize(
     activation_checkpointing: str = "none",
     compile_blocks: bool = False,
     reshard_after_forward: bool = True,
+    pipeline: PipelineSettings | None = None,
+    context: Context | None = None,
 ) -> Parallel:
     """Split and shard `model` (on the meta device), give it memory on `device` and have `fill(model, pieces)` fill the
     pieces of its parameters in place.
@@ -57,40 +85,75 @@ def parallelize(
     Gradients are *summed* over ranks (divisor 1): the step has divided each microbatch's loss by the weight of the
     whole global batch. Compute is in `dtype`; parameters, gradients and reductions stay at least fp32.
     """
-    groups = make_groups(degrees, device)
-    splits: dict[str, Split] = {}
-    if isinstance(model, Splittable):
-        model.place(groups.axes)
-        splits = model.splits()
+    groups = make_groups(degrees, device, context)
     axes = {"tp": groups.axes.tp, "ep": groups.axes.ep}
-    regions = cut(model, splits, axes)
     roles = model.roles()  # pyright: ignore[reportCallIssue]
-    recompute(model.blocks, activation_checkpointing)  # pyright: ignore[reportArgumentType]
-    if compile_blocks:
-        for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
-            block.compile()
-    result = Parallel(model, model, groups, dtype, device)
+    parts = {0: model} if degrees.pp == 1 else _cut_up(model, groups, pipeline)
+    splits: dict[str, Split] = {}
+    for part in parts.values():
+        if isinstance(part, Splittable):
+            part.place(groups.axes)
+            splits |= part.splits()
+    regions = {name: region for part in parts.values() for name, region in cut(part, splits, axes).items()}
+    result = Parallel(list(parts.values()), model, groups, dtype, device)
+    for part in parts.values():
+        recompute(part.blocks, activation_checkpointing)  # pyright: ignore[reportArgumentType]
+        if compile_blocks:
+            for block in part.blocks:  # pyright: ignore[reportGeneralTypeIssues]
+                block.compile()
     experts = {name for name, split in splits.items() if split.axis == "ep"}
     replicates = degrees.dp_replicate == degrees.world > 1 and not experts
     if replicates:
-        whole = Groups(degrees)  # DDP leaves nothing to be summed
-        result.places = {
-            name: Place(place.region, groups.world.rank == 0, place.missing)
-            for name, place in places(regions, splits, whole, ()).items()
-        }
+        whole = places(regions, splits, Groups(degrees), ()).items()  # DDP leaves nothing to be summed
+        result.places = {name: Place(place.region, groups.world.rank == 0, place.missing) for name, place in whole}
     else:
-        small = {name for name in regions if is_small(roles[name], regions[name].shape)}
-        shards = degrees.dense_shard * degrees.dp_replicate > 1 or bool(experts and degrees.edp > 1)
-        if shards:
-            _shard(model, groups, dtype, reshard_after_forward, small, experts, result)
+        small = {name for name, region in regions.items() if name != MIRROR and is_small(roles[name], region.shape)}
+        if degrees.dense_shard * degrees.dp_replicate > 1 or (experts and degrees.edp > 1):
+            for part in parts.values():
+                keep = reshard_after_forward and degrees.pp == 1  # a pipeline gathers once a step
+                _shard(part, groups, dtype, keep, small, experts, result)
         result.places = places(regions, splits, groups, small)
-    model.to_empty(device=device)
+    for part in parts.values():
+        part.to_empty(device=device)
+    pieces = result.pieces()
     with torch.no_grad():
-        fill(model, result.pieces())
+        for part in parts.values():
+            names = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
+            fill(part, {name: piece for name, piece in pieces.items() if name in names})
     if replicates:
         result.call = _replicate(model, groups)
-    watch_leaves(model, result.probe)
+    if degrees.pp > 1:
+        _lay_pipeline(result, parts, groups, pipeline)
+    for part in parts.values():
+        watch_leaves(part, result.probe)
     return result
+
+
+def _cut_up(model: nn.Module, groups: Groups, settings: PipelineSettings | None) -> dict[int, nn.Module]:
+    """This rank's parts of the pipeline, by their number."""
+    assert isinstance(model, Divisible) and settings is not None
+    numbers = parts_of_rank(settings.schedule, groups.pp.rank, groups.pp.size, settings.per_rank)
+    parts = {}
+    for number in numbers:
+        parts[number] = part = deepcopy(model)
+        part.keep(settings.layers[number], first=number == 0, last=number == len(settings.layers) - 1)
+        part.backward_twice = settings.schedule in SPLIT_BACKWARD
+    return parts
+
+
+def _lay_pipeline(
+    result: Parallel, parts: dict[int, nn.Module], groups: Groups, settings: PipelineSettings | None
+) -> None:
+    assert settings is not None
+    shape = Shape(settings.hidden_size, groups.axes.tp.size, result.dtype)
+    result.pipeline = Pipeline(parts, groups.pp, settings.schedule, settings.per_rank, shape, result.compute)
+    if settings.tied:
+        last = len(settings.layers) - 1
+        rank_of = rank_of_part(settings.schedule, groups.pp.size, settings.per_rank)
+        owner = parts[0].get_parameter("embed.weight") if 0 in parts else None
+        copy = parts[last].get_parameter(MIRROR) if last in parts else None
+        result.mirror = Mirror(owner, copy, groups.pp, (rank_of(0), rank_of(last)))
+        result.updated()
 
 
 def is_small(role: Role, shape: tuple[int, ...]) -> bool:
@@ -142,10 +205,10 @@ def _shard(
     low = dtype not in (torch.float32, torch.float64)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     parameters = dict(model.named_parameters())
-    ignored = {parameters[name] for name in small}
+    ignored = {parameters[name] for name in small if name in parameters}
     options = {"mp_policy": policy, "ignored_params": ignored}
     if experts:
-        holders = {name.rpartition(".")[0] for name in experts}
+        holders = {name.rpartition(".")[0] for name in experts if name in parameters}
         num_shards = groups.degrees.edp
         for holder in holders:
             fully_shard(

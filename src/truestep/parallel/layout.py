@@ -31,7 +31,7 @@ class Place:
     missing: Axis
 
     def piece(self, tensor: torch.Tensor) -> Piece:
-        """The piece that `tensor` is: the parameter, its gradient or state of its shape, as FSDP2's DTensor or plain."""
+        """The piece that `tensor` is: the parameter or its gradient, as FSDP2's DTensor or plain."""
         found = piece_of(tensor)
         start = tuple(a + b for a, b in zip(self.region.start, found.start, strict=True))
         return replace(found, shape=self.region.shape, start=start, owned=found.owned and self.owned)

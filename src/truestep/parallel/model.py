@@ -12,33 +12,89 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from truestep.numerics.axis import Axis
 from truestep.numerics.batch import Batch
 from truestep.numerics.pieces import Piece, piece_of
 from truestep.parallel.groups import Groups
 from truestep.parallel.layout import Place
+from truestep.parallel.pipeline import Pipeline
 from truestep.parallel.probe import NormProbe
 from truestep.parallel.reduce import global_norm, sum_missing
+
+MIRROR = "head_mirror"
+"""Name of the parameter that is the copy of a tied table in the last part of a pipeline."""
 
 LossOf = Callable[[Batch], Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]]
 """From a microbatch (this rank's part of its rows) to what the model's head computes: the loss sum, and metrics."""
 
 
 @dataclass
-class Parallel:
-    """A model ready for the step. `call` is what the step runs; `bare` owns the parameters and their names."""
+class Mirror:
+    """The table of a tied head that lies in another part of the pipeline than the embedding: a copy of its own memory,
+    kept equal. `owner`, `copy`: the parameters, where this rank has them; `axis`: the pipeline; `ranks`: of the two."""
 
-    bare: nn.Module
+    owner: nn.Parameter | None
+    copy: nn.Parameter | None
+    axis: Axis
+    ranks: tuple[int, int]
+
+    def bring_gradient(self) -> None:
+        """Add the copy's gradient to the owner's."""
+        there = None if self.copy is None else local(_gradient(self.copy))
+        if self.owner is None:
+            _move(there, self.axis, *reversed(self.ranks))
+            return
+        here = local(_gradient(self.owner))
+        if there is None:
+            there = torch.empty_like(here)
+            _move(there, self.axis, *reversed(self.ranks))
+        here.add_(there)
+
+    def bring_values(self) -> None:
+        """Make the copy equal to the owner."""
+        with torch.no_grad():
+            here, there = (None if p is None else local(p.detach()) for p in (self.owner, self.copy))
+            if here is not None and there is not None:
+                there.copy_(here)
+            elif (moved := here if there is None else there) is not None:
+                _move(moved, self.axis, *self.ranks)
+
+
+def _move(tensor: torch.Tensor | None, axis: Axis, source: int, target: int) -> None:
+    """Send the tensor of rank `source` of an axis into that of rank `target`. For the others there is nothing to do."""
+    if tensor is None:
+        return
+    operation, peer = (dist.isend, target) if axis.rank == source else (dist.irecv, source)
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=axis.group, group_peer=peer)]):
+        work.wait()
+
+
+@dataclass
+class Parallel:
+    """A model ready for the step: `parts` are the modules that this rank holds of it, one without a pipeline. Names
+    are those of the whole model. `call` is what runs where there is one part: the part, or DDP around it."""
+
+    parts: list[nn.Module]
     call: nn.Module
     groups: Groups
     dtype: torch.dtype
     device: torch.device
     places: dict[str, Place] = field(default_factory=dict)
     probe: NormProbe = field(default_factory=NormProbe)
+    pipeline: Pipeline | None = None
+    mirror: Mirror | None = None
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
+    _metric_names: list[str] | None = None
+
+    @property
+    def bare(self) -> nn.Module:
+        """The model where there is no pipeline."""
+        (part,) = self.parts
+        return part
 
     @property
     def sharded(self) -> bool:
-        return isinstance(self.bare, FSDPModule)
+        return isinstance(self.parts[0], FSDPModule)
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:
@@ -46,9 +102,18 @@ class Parallel:
         return self.groups.world.group if isinstance(self.call, DistributedDataParallel) else None
 
     @property
+    def has_head(self) -> bool:
+        return self.pipeline is None or self.pipeline.has_head
+
+    @property
     def counts(self) -> bool:
         """Whether this rank's loss sums count: of ranks that compute the same ones, one does."""
-        return self.groups.axes.tp.rank == 0 and self.groups.pp.rank == self.groups.pp.size - 1
+        return self.groups.axes.tp.rank == 0 and self.has_head
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by their names in the whole model; the copy of a tied table is none."""
+        named = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
+        return {name: parameter for name, parameter in named.items() if name != MIRROR}
 
     def compute(self) -> AbstractContextManager:
         """The precision that forward runs in: master weights stay as they are, products are of `dtype`."""
@@ -71,6 +136,8 @@ class Parallel:
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Forward and backward of every microbatch, each loss sum times `factor`. `begin(index)` is called before each.
         Returns the loss sums and the sums of the metrics; they are zero where this rank does not count."""
+        if self.pipeline is not None:
+            return self._run_pipeline(self.pipeline, batches, loss_of, factor, begin)
         sums: list[torch.Tensor] = []
         metrics: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(batches):
@@ -82,27 +149,50 @@ class Parallel:
                 if factor:
                     (loss_sum * factor).backward()
             self.probe.next_microbatch()
-            count = 1.0 if self.counts else 0.0
-            sums.append(loss_sum.detach() * count)
-            metrics = {name: value.detach() * count + metrics.get(name, 0) for name, value in extra.items()}
+            sums.append(loss_sum.detach() * self.counts)
+            metrics = {name: value.detach() * self.counts + metrics.get(name, 0) for name, value in extra.items()}
         return sums, metrics
+
+    def _run_pipeline(
+        self, pipeline: Pipeline, batches: list[Batch], loss_of: LossOf, factor: float, begin: Callable[[int], None]
+    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        missing = pipeline.padded(len(batches)) - len(batches)
+        moved = [batch.to(self.device) for batch in batches]
+        moved += [batches[0].without_targets().to(self.device)] * missing
+        found = pipeline.run(moved, [loss_of(batch) for batch in moved], factor, begin)
+        self.probe.next_microbatch()
+        zero = torch.zeros((), device=self.device)
+        if self._metric_names is None:  # the same in every step; ranks without the head have to be told
+            told = [list(found[0][1]) if found else None]
+            dist.broadcast_object_list(told, group=pipeline.axis.group, group_src=pipeline.head_rank)
+            self._metric_names = told[0]
+        named = self._metric_names or []
+        if not found:
+            return [zero] * len(batches), dict.fromkeys(named, zero)
+        sums = [loss_sum * self.counts for loss_sum, _ in found[: len(batches)]]
+        return sums, {name: sum((extra[name].detach() for _, extra in found), zero) * self.counts for name in named}
 
     def own_part(self, batch: Batch) -> Batch:
         """The places of a microbatch's rows that this rank computes."""
-        return batch
+        axes = self.groups.axes
+        return batch if axes.cp.size == 1 else batch.part(axes.columns(batch.tokens_BT.shape[1]))
 
     def evaluate(self, batch: Batch, head: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
         """The result of `head` on one microbatch, without gradients; None where this rank does not have the head."""
+        batch = batch.to(self.device)
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(batch, head)
         with torch.no_grad(), self.compute():
-            return forward(self.call, batch.to(self.device), head)
+            return forward(self.call, batch, head)
 
     def complete_gradients(self) -> None:
         """After the last backward pass: sum what is still partial over axes that FSDP2 does not know."""
-        parameters = self.bare.named_parameters()
         with torch.no_grad():
+            if self.mirror is not None:
+                self.mirror.bring_gradient()
             sum_missing(
                 (local(_gradient(parameter)), self.places[name].missing)
-                for name, parameter in parameters
+                for name, parameter in self.named_parameters().items()
                 if parameter.requires_grad and self.places[name].missing.size > 1
             )
 
@@ -112,21 +202,22 @@ class Parallel:
 
     def gradients(self) -> dict[str, Piece]:
         """What this rank holds of the gradients."""
-        named = self.bare.named_parameters()
+        named = self.named_parameters().items()
         return {name: self.places[name].piece(p.grad) for name, p in named if p.grad is not None}
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank holds of the parameters and of the buffers that persist."""
-        held = {name: self.places[name].piece(parameter) for name, parameter in self.bare.named_parameters()}
-        kept = self.bare.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self.bare.named_buffers() if name in kept}
+        held = {name: self.places[name].piece(parameter) for name, parameter in self.named_parameters().items()}
+        kept = {name for part in self.parts for name in part.state_dict()}
+        named = [pair for part in self.parts for pair in part.named_buffers()]
+        buffers = {name: buffer for name, buffer in named if name in kept}
         first = self.groups.stage.rank == 0
         return held | {name: piece_of(buffer).owned_if(first) for name, buffer in buffers.items()}
 
     def locals(self) -> dict[str, nn.Parameter]:
         """Parameters as plain tensors of what this rank holds, over the same memory: what an optimizer works on."""
         if not self._locals:
-            named = self.bare.named_parameters()
+            named = self.named_parameters().items()
             self._locals = {
                 name: nn.Parameter(p.to_local(), p.requires_grad) if isinstance(p, DTensor) else p for name, p in named
             }
@@ -135,7 +226,7 @@ class Parallel:
     def hand_over_gradients(self) -> list[torch.Tensor]:
         """Give the gradients to the `locals`; returns them."""
         grads = []
-        for name, parameter in self.bare.named_parameters():
+        for name, parameter in self.named_parameters().items():
             mine = self.locals()[name]
             if parameter is not mine:
                 mine.data = local(parameter.detach())  # FSDP2 may have moved it (padding) at its first use
@@ -144,9 +235,16 @@ class Parallel:
                 grads.append(mine.grad)
         return grads
 
+    def updated(self) -> None:
+        """To be called after parameters changed (an update, a load)."""
+        if self.mirror is not None:
+            self.mirror.bring_values()
+
     def zero_grad(self) -> None:
-        for name, parameter in self.bare.named_parameters():
-            parameter.grad = self.locals()[name].grad = None
+        for part in self.parts:
+            part.zero_grad()
+        for parameter in self.locals().values():
+            parameter.grad = None
 
 
 def forward(model: nn.Module, batch: Batch, head: Any) -> Any:

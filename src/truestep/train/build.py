@@ -8,13 +8,15 @@ from torch import nn
 
 from truestep.imports import is_import_path
 from truestep.losses.base import open_loss
+from truestep.models.decoder import Decoder
 from truestep.numerics.precision import DTYPES
 from truestep.optim.build import build_optimizer
 from truestep.optim.scaler import LossScaler
-from truestep.parallel.apply import Fill, parallelize
+from truestep.parallel.apply import Fill, PipelineSettings, parallelize
 from truestep.parallel.job import Job
 from truestep.parallel.mesh import resolve
 from truestep.parallel.model import Parallel
+from truestep.plan.split import stage_layers
 from truestep.recipe.machine import Machine
 from truestep.recipe.stage import Stage
 from truestep.train.state import TrainState
@@ -41,15 +43,18 @@ def build(
     """
     if precision == "float64":
         model = model.double()
+    degrees = resolve(machine.mesh, job.world)
     parallel = parallelize(
         model,
-        resolve(machine.mesh, job.world),
+        degrees,
         device=job.device,
         dtype=DTYPES[precision],
         fill=fill,
         activation_checkpointing=machine.activation_checkpointing,
         compile_blocks=machine.compile,
         reshard_after_forward=machine.reshard_after_forward,
+        context=machine.context,
+        pipeline=pipeline_settings(model, machine, degrees.pp, stage.context),
     )
     chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
     return assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
@@ -59,11 +64,11 @@ def assemble(
     stage: Stage, parallel: Parallel, *, job: Job, head_chunk_tokens: int, seed: int, steps: int
 ) -> TrainState:
     """Optimizer, loss and scaler around a parallel model."""
-    bare = parallel.bare
+    roles = {name: role for part in parallel.parts for name, role in part.roles().items()}  # pyright: ignore[reportCallIssue]
     optimizer = build_optimizer(
-        bare.named_parameters(),
+        parallel.named_parameters().items(),
         parallel.locals(),
-        bare.roles(),  # pyright: ignore[reportCallIssue]
+        roles,
         stage.optim,
         replicas=parallel.replica_group,
     )
@@ -78,3 +83,13 @@ def assemble(
         seed=seed,
         own_weight=is_import_path(stage.loss.kind),
     )
+
+
+def pipeline_settings(model: nn.Module, machine: Machine, pp: int, context: int) -> PipelineSettings | None:
+    """How the layers lie on the pipeline, where there is one."""
+    if pp == 1 or not isinstance(model, Decoder):
+        return None
+    section, asked = model.section, machine.pipeline
+    layers = tuple(stage_layers(section, asked, pp, context))
+    sizes = section.hidden_size, section.tie_embeddings
+    return PipelineSettings(asked.schedule, asked.stages_on_a_rank, layers, *sizes)

@@ -40,8 +40,9 @@ class Text:
 
 def evaluate(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | None) -> HeldOut:
     """Evaluate on batches of which every rank gets the same number (sharded weights are gathered in step)."""
-    with as_it_was(parallel.bare):
-        parallel.bare.eval()
+    with as_it_was(parallel.parts):
+        for part in parallel.parts:
+            part.eval()
         nats, targets, text_nats, num_bytes = _sums(parallel, job, batches, text)
     loss = nats / targets if targets else math.nan
     if text is None or num_bytes == 0:
@@ -54,9 +55,9 @@ def evaluate(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text 
 
 
 @contextmanager
-def as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(models: Iterable[nn.Module]) -> Iterator[None]:
     """Every module's train flag and torch's random streams come back, also when the body raises."""
-    flags = [(module, module.training) for module in model.modules()]
+    flags = [(module, module.training) for model in models for module in model.modules()]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
         try:

@@ -82,6 +82,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         clip = clip_(grads, norm, state.section.clip_norm).item()
         state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
         state.optimizer.step()
+        parallel.updated()
         state.updates += 1
     if divisor:
         state.scaler.update(finite=verdict is Verdict.GO)

@@ -2,7 +2,7 @@
 
 import typer
 
-from truestep.cli import check, data, export, report, run, sample, show, status
+from truestep.cli import check, data, export, plan, report, run, sample, show, status
 
 
 def verbs(app: typer.Typer) -> None:
@@ -10,6 +10,7 @@ def verbs(app: typer.Typer) -> None:
     app.command()(run.run)
     app.command()(check.check)
     app.command()(show.show)
+    app.command()(plan.plan)
     app.add_typer(data.app, name="data")
     app.command()(status.status)
     app.command()(report.report)

@@ -5,7 +5,7 @@ are made up: a number is 1, a condition that Python branches on is false, and `n
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,12 +67,41 @@ def fake_memory(mode: FakeTensorMode) -> Iterator[None]:
     with tensors of their own when they are made. A method of torch is replaced for as long as this lasts."""
     original = nn.Module.to_empty
 
-    def to_empty(module: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
         with mode:
-            return original(module, device=device, recurse=recurse)
+            return original(self, device=device, recurse=recurse)
 
-    nn.Module.to_empty = to_empty
+    nn.Module.to_empty = to_empty  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         nn.Module.to_empty = original
+
+
+@contextmanager
+def cuda_kernels(wanted: bool) -> Iterator[None]:
+    """Where a GPU has one kernel and a CPU several operators that keep more for the backward pass, the former's shapes
+    and what it keeps: RMSNorm (its input and one number a row)."""
+    with _Norms() if wanted else nullcontext():
+        yield
+
+
+class _Norms(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.nn.functional.rms_norm and isinstance(args[0], FakeTensor):
+            return _FusedNorm.apply(args[0], args[2])
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Shapes and lifetimes of CUDA's fused RMSNorm."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1)))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

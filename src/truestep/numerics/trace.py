@@ -1,7 +1,7 @@
 """What a step does on one rank, operator by operator: who looks on sees every operator on plain tensors.
 
-The same code looks at real tensors and at fake ones (which have shapes and no memory), so that a dry run can be compared
-with a real one. Operators on DTensors are seen as the operators on local tensors that they become.
+The same code looks at real tensors and at fake ones (which have shapes and no memory), so that a dry run can be
+compared with a real one. Operators on DTensors are seen as the operators on local tensors that they become.
 """
 
 import weakref
@@ -115,11 +115,11 @@ class Memory:
     def resizing(self) -> Iterator[None]:
         """See storages that change their size, which is how FSDP2 frees and regains gathered weights. No operator tells
         of it, so torch's own method is replaced for as long as this lasts."""
-        original = torch.UntypedStorage.resize_
+        memory, original = self, torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            self._resized(storage)
+        def resize_(self: torch.UntypedStorage, size: int) -> Any:
+            result = original(self, size)
+            memory._resized(self)
             return result
 
         torch.UntypedStorage.resize_ = resize_

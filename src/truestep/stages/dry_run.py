@@ -1,34 +1,26 @@
 """What a step costs one rank of a mesh of any size: the model is built and stepped by the code that trains, on tensors
 that have shapes and no memory, in a job whose other ranks do not exist.
 
-Found are the peak of live storages by kind, the collectives and the FLOPs of one step. Everything is computed as on a CPU
-(see docs/guide/dry-run.md for what differs on CUDA).
+Found are the peak of live storages by kind, the collectives and the FLOPs of one step. Everything is computed as on a
+CPU (docs/guide/dry-run.md says what differs on CUDA).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 # Registers the backend "fake", whose collectives return at once and move nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from truestep.models.build import build_model
 from truestep.numerics.batch import Batch
-from truestep.numerics.fake import fake_memory, fake_mode, fake_tensors
 from truestep.numerics.tally import Collectives, Flops
 from truestep.numerics.trace import Memory, Trace
 from truestep.parallel.groups import Groups
 from truestep.parallel.job import Job
-from truestep.parallel.mesh import Limits, resolve
-from truestep.recipe.batch_schedule import BatchSchedule
-from truestep.recipe.machine import Machine
-from truestep.recipe.model import ModelSection
-from truestep.recipe.recipe import Recipe
-from truestep.recipe.stage import Stage
-from truestep.train.build import HEAD_CHUNK_TOKENS, build
 from truestep.train.state import TrainState
 from truestep.train.step import train_step
 
@@ -45,80 +37,88 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step costs one rank. `memory`: bytes by kind (numerics.trace.KINDS) at the moment of the peak.
-    `parameters`: elements that this rank holds. FLOPs are counted by COUNTING_RULE."""
+    """What one step costs one rank. `parameters`: elements that it holds. `memory`: bytes by kind
+    (numerics.trace.KINDS) at the moment when most were live. `flops`: forward, backward, recomputed, by COUNTING_RULE.
+    """
 
     parameters: int
     memory: dict[str, int]
     traffic: list[Traffic]
-    forward_flops: int
-    backward_flops: int
-    recomputed_flops: int
+    flops: dict[str, int]
 
     @property
     def peak_bytes(self) -> int:
         return sum(self.memory.values())
 
 
-def cost_of_step(
+def costs_of_steps(
     build: Callable[[], TrainState],
-    batches: Callable[[], list[Batch]],
+    warm_up: Callable[[], list[Batch]],
+    steps: Sequence[Callable[[], list[Batch]]],
     *,
     building: AbstractContextManager | None = None,
     stepping: AbstractContextManager | None = None,
-    steps: int = 1,
-) -> StepCost:
-    """Build a state, take one step, and look at the `steps` after it, which find everything as all later ones do. The
-    peak is that of the leanest: a backend's threads may hold on to what they sent a little longer, never shorter.
-    `building` and `stepping` are the contexts of a dry run; without them the steps are real."""
+) -> list[StepCost]:
+    """Build a state and take `steps`, each given as what makes this rank's microbatches, after one to warm up: later
+    ones find everything as all others do. `building` and `stepping` are the contexts of a dry run; without them the
+    steps are real."""
     memory, flops = Memory(), Flops()
     with memory.resizing(), Trace(memory), building or nullcontext():
         state = build()
     collectives = Collectives(axis_names(state))
+    costs = []
     with stepping or nullcontext(), memory.resizing(), Trace(memory, flops, collectives):
-        peaks = []
-        for _ in range(1 + steps):
+        for make in (warm_up, *steps):
             _hold(memory, state)
-            given = batches()
-            memory.begin()
-            flops.begin()
-            collectives.begin()
-            train_step(state, given, sum(batch.labels_BT.numel() for batch in given), [])
-            peaks.append(memory.peak())
-    return StepCost(
-        parameters=sum(parameter.numel() for parameter in state.parallel.locals().values()),
-        memory=min(peaks[1:], key=lambda peak: sum(peak.values())),
-        traffic=[Traffic(*key, count, collectives.bytes[key]) for key, count in sorted(collectives.count.items())],
-        forward_flops=flops.forward,
-        backward_flops=flops.backward,
-        recomputed_flops=flops.recomputed,
-    )
+            batches = make()
+            for observer in (memory, flops, collectives):
+                observer.begin()
+            train_step(state, batches, sum(batch.labels_BT.numel() for batch in batches), [])
+            costs.append(_cost(state, memory, flops, collectives))
+    return costs[1:]
 
 
 def _hold(memory: Memory, state: TrainState) -> None:
     """Say which storages are the parameters and the optimizer's (FSDP2 moves parameters at their first use)."""
-    for parameter in state.parallel.bare.parameters():
+    for parameter in state.parallel.locals().values():
         memory.hold(parameter, "parameters")
     for value in state.optimizer.named_state().values():
         memory.hold(value, "optimizer")
 
 
+def _cost(state: TrainState, memory: Memory, flops: Flops, collectives: Collectives) -> StepCost:
+    return StepCost(
+        parameters=sum(parameter.numel() for parameter in state.parallel.locals().values()),
+        memory=memory.peak(),
+        traffic=[Traffic(*key, count, collectives.bytes[key]) for key, count in sorted(collectives.count.items())],
+        flops={"forward": flops.forward, "backward": flops.backward, "recomputed": flops.recomputed},
+    )
+
+
 def axis_names(state: TrainState) -> Callable[[dist.ProcessGroup], str]:
-    """From a process group to the axis that it runs along: "control" is the agreement of all ranks on a few numbers."""
+    """From a process group to the axis that it runs along, the innermost where a group is several. "stage": all ranks
+    of a pipeline stage; "across": those of them with the same part of tensor-split weights; "control": the agreement of
+    all ranks on a few numbers."""
     groups: Groups = state.parallel.groups
+    shard = "dp_shard" if groups.degrees.cp == 1 else "dp_shard, cp"
+    named: list[tuple[str, dist.ProcessGroup | None]] = [
+        (axis.name, axis.group) for axis in (groups.axes.tp, groups.axes.cp, groups.axes.ep, groups.pp)
+    ]
+    named += _dims(groups.dense, {"dense": shard})
+    named += [(axis.name, axis.group) for axis in (groups.across, groups.stage, groups.world)]
+    named += _dims(groups.expert, {})
+    named.append(("control", state.job.control))
     names: dict[str, str] = {}
-    for axis in (groups.axes.tp, groups.axes.cp, groups.axes.ep, groups.pp, groups.stage, groups.across, groups.world):
-        if axis.group is not None:
-            names[axis.group.group_name] = axis.name
-    for mesh in (groups.dense, groups.expert):
-        for dim in (mesh.mesh_dim_names or ()) if mesh is not None else ():
-            names[mesh.get_group(dim).group_name] = _SHOWN.get(dim, dim)
-    if state.job.control is not None:
-        names[state.job.control.group_name] = "control"
+    for name, group in named:
+        if group is not None:
+            names.setdefault(group.group_name, name)
     return lambda group: names.get(group.group_name, "other")
 
 
-_SHOWN = {"dense": "dp_shard"}
+def _dims(mesh: DeviceMesh | None, shown: Mapping[str, str]) -> list[tuple[str, dist.ProcessGroup | None]]:
+    if mesh is None or mesh.size() == 1:
+        return []
+    return [(shown.get(dim, dim), mesh.get_group(dim)) for dim in mesh.mesh_dim_names or ()]
 
 
 @contextmanager

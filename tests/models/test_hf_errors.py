@@ -147,7 +147,7 @@ def test_tied_head_that_differs(tmp_path: Path):
         ("llama", {"hidden_size": None}, ["hidden_size"]),
         ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "yarn"]),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, ["mscale", "0.7"]),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}}, ["mscale", "0.7"]),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, ["truncate"]),
         ("qwen2", {**LAST_LAYERS, "layer_types": None}, ["max_window_layers"]),
         ("gemma3", {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}, ["layer_types"]),

@@ -14,12 +14,12 @@ class KVCache:
         self._kv: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
 
     def append(self, layer: int, k_BGTK: torch.Tensor, v_BGTK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store T places of one layer; returns all keys and values up to them."""
+        """Store T places of one layer; returns all keys and values up to them. Sizes of keys and values may differ."""
         end = self.length + k_BGTK.shape[2]
         pair = self._kv[layer]
         if pair is None:
-            room = (self._rows, k_BGTK.shape[1], self._places, k_BGTK.shape[3])
-            pair = self._kv[layer] = (k_BGTK.new_empty(room), v_BGTK.new_empty(room))
+            k_room, v_room = ((self._rows, y.shape[1], self._places, y.shape[3]) for y in (k_BGTK, v_BGTK))
+            pair = self._kv[layer] = (k_BGTK.new_empty(k_room), v_BGTK.new_empty(v_room))
         for kept, new in zip(pair, (k_BGTK, v_BGTK)):
             kept[:, :, self.length : end] = new
         return pair[0][:, :, :end], pair[1][:, :, :end]

@@ -3,7 +3,9 @@
 from typing import Any
 
 from truestep.errors import ModelError
-from truestep.recipe.families import Family
+from truestep.models.hf_experts import mla_config, mla_from_config, moe_config, moe_from_config
+from truestep.models.hf_reader import Reader
+from truestep.recipe.families import FAMILIES, Family
 from truestep.recipe.model import ModelSection, RopeScaling
 
 ARCHITECTURES: dict[str, Family] = {
@@ -14,12 +16,16 @@ ARCHITECTURES: dict[str, Family] = {
     "Olmo2ForCausalLM": "olmo2",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 OWN_MODULE = "truestep_module"
 """The model_type of a user's own module, whose directory `transformers` cannot read."""
 
 _TYPES = {"gemma3": "gemma3_text"}
 _GEMMA = ("gemma2", "gemma3")
+_UNWINDOWED = ("llama", "olmo2", "deepseek_v3")
 _SAME = {  # section field: configuration key
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -43,47 +49,22 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {  # what an absent key means, where t
     "gemma3": {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "sliding_window": 4096, "head_dim": 256}
     | {"query_pre_attn_scalar": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "num_key_value_heads": 4},
+    "mixtral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+    | {"rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+    | {"sliding_window": 4096, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "deepseek_v3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "kv_lora_rank": 512, "q_lora_rank": 1536}
+    | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "norm_topk_prob": True}
+    | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5},
 }
-_NO_EFFECT = frozenset(
-    {"_name_or_path", "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache"}
-    | {"bos_token_id", "eos_token_id", "pad_token_id", "cache_implementation", "_attn_implementation_autoset"}
-    | {"pretraining_tp", "max_window_layers", "use_sliding_window", "_sliding_window_pattern", "unsloth_version"}
-    | {"id2label", "label2id", "problem_type", "return_dict", "output_hidden_states", "output_attentions"}
-    | {"chunk_size_feed_forward", "is_encoder_decoder"}
-)
 _ROPE_KEYS = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"},
+    "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+    | {"mscale", "mscale_all_dim"},
 }
-
-
-class _Reader:
-    """A configuration, and which of its keys were obeyed."""
-
-    def __init__(self, config: dict[str, Any], defaults: dict[str, Any], where: str):
-        self._config, self._defaults, self._where = config, defaults, where
-        self._used: set[str] = set(_NO_EFFECT)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._used.add(key)
-        return self._config.get(key, self._defaults.get(key, default))
-
-    def need(self, key: str) -> Any:
-        value = self.get(key)
-        if value is None:
-            raise ModelError(f"{self._where} has no {key!r}; add it, it is needed to build the model.")
-        return value
-
-    def refuse(self, key: str, value: Any, remedy: str) -> None:
-        raise ModelError(f"{self._where} has {key} = {value!r}, which is not supported; {remedy}.")
-
-    def finish(self) -> None:
-        """Every other key must be switched off."""
-        for key, value in self._config.items():
-            if key not in self._used and value not in (None, False, 0, [], {}):
-                self.refuse(key, value, "remove it if the model does not depend on it")
 
 
 def section_from_config(config: dict[str, Any], where: str = "config.json") -> ModelSection:
@@ -91,12 +72,17 @@ def section_from_config(config: dict[str, Any], where: str = "config.json") -> M
     if config.get("model_type") == OWN_MODULE:
         return ModelSection(**config["truestep"])
     family = _family(config, where)
-    read = _Reader(config, _DEFAULTS[family], where)
+    read = Reader(config, _DEFAULTS[family], where)
     values: dict[str, Any] = {"family": family}
     values |= {ours: read.need(theirs) for ours, theirs in _SAME.items()}
     heads = values["num_heads"]
     values["num_kv_heads"] = read.get("num_key_value_heads") or heads
-    values["head_dim"] = read.get("head_dim") or values["hidden_size"] // heads
+    if FAMILIES[family].latent:
+        values["mla"] = mla_from_config(read, heads)
+    else:
+        values["head_dim"] = read.get("head_dim") or values["hidden_size"] // heads
+    if FAMILIES[family].experts is not None:
+        values["moe"] = moe_from_config(read, family, values["num_layers"], values["intermediate_size"])
     values["tie_embeddings"] = bool(read.get("tie_word_embeddings"))
     values["init_std"] = read.get("initializer_range") or 0.02
     values["activation"] = _activation(read, family)
@@ -127,10 +113,13 @@ def config_from_section(section: ModelSection) -> dict[str, Any]:
     architecture = next(name for name, family in ARCHITECTURES.items() if family == s.family)
     config: dict[str, Any] = {"architectures": [architecture], "model_type": _TYPES.get(s.family, s.family)}
     config |= {theirs: s.model_dump()[ours] for ours, theirs in _SAME.items()}
-    config |= {"num_key_value_heads": s.num_kv_heads, "head_dim": s.head_dim, "tie_word_embeddings": s.tie_embeddings}
+    config |= {"num_key_value_heads": s.num_kv_heads, "tie_word_embeddings": s.tie_embeddings}
+    config |= {"head_dim": s.head_dim} if s.mla is None else mla_config(s.mla)
+    if s.moe is not None:
+        config |= moe_config(s, s.moe)
     name = "gelu_pytorch_tanh" if s.activation == "gelu_tanh" else "silu"
     config |= {"hidden_activation" if gemma else "hidden_act": name, "initializer_range": s.init_std}
-    if s.family not in ("mistral", "qwen2"):
+    if s.family not in ("mistral", "qwen2", "mixtral"):
         config["attention_bias"] = s.attention_out_bias
     if s.family == "llama":
         config["mlp_bias"] = s.mlp_bias
@@ -151,7 +140,7 @@ def _family(config: dict[str, Any], where: str) -> Family:
     raise ModelError(f"{where} has architectures = {names!r}, which is not supported; supported are {known}.")
 
 
-def _activation(read: _Reader, family: Family) -> str:
+def _activation(read: Reader, family: Family) -> str:
     key = "hidden_activation" if family in _GEMMA else "hidden_act"
     if family in _GEMMA:
         read.get("hidden_act")  # old Gemma files carry "gelu" there, which transformers does not read
@@ -161,12 +150,14 @@ def _activation(read: _Reader, family: Family) -> str:
     return _ACTIVATIONS[value]
 
 
-def _window(read: _Reader, family: Family, num_layers: int) -> dict[str, Any]:
+def _window(read: Reader, family: Family, num_layers: int) -> dict[str, Any]:
     """sliding_window and full_attention_every; the pattern of `layer_types` must be one that these can say."""
     window, kinds = read.get("sliding_window"), read.get("layer_types")
     pattern = read.get("sliding_window_pattern", 6)
-    if family in ("llama", "olmo2"):
+    if family in _UNWINDOWED:
         return {}
+    if family == "qwen3_moe":
+        return {"sliding_window": window if read.get("use_sliding_window", False) else None}
     if family in ("qwen2", "qwen3"):
         first = read.get("max_window_layers", 28)
         if not read.get("use_sliding_window", False) or (kinds is None and first >= num_layers):
@@ -194,10 +185,12 @@ def _kinds(s: ModelSection) -> list[str]:
 
 
 def _window_config(s: ModelSection) -> dict[str, Any]:
-    if s.family in ("llama", "olmo2"):
+    if s.family in _UNWINDOWED:
         return {}
-    if s.family == "mistral":
+    if s.family in ("mistral", "mixtral"):
         return {"sliding_window": s.sliding_window}
+    if s.family == "qwen3_moe":
+        return {"sliding_window": s.sliding_window, "use_sliding_window": s.sliding_window is not None}
     kinds = _kinds(s)
     config: dict[str, Any] = {"layer_types": kinds, "sliding_window": s.sliding_window}
     if s.family not in _GEMMA:
@@ -209,7 +202,7 @@ def _window_config(s: ModelSection) -> dict[str, Any]:
     return config
 
 
-def _rope(read: _Reader, family: Family, max_context: int) -> dict[str, Any]:
+def _rope(read: Reader, family: Family, max_context: int) -> dict[str, Any]:
     old, new = dict(read.get("rope_scaling") or {}), dict(read.get("rope_parameters") or {})
     theta, local = read.get("rope_theta", 10_000.0), read.get("rope_local_base_freq")
     if partial := read.get("partial_rotary_factor"):
@@ -228,7 +221,7 @@ def _rope(read: _Reader, family: Family, max_context: int) -> dict[str, Any]:
     return values
 
 
-def _scaling(read: _Reader, parameters: dict[str, Any], max_context: int) -> RopeScaling | None:
+def _scaling(read: Reader, parameters: dict[str, Any], max_context: int) -> RopeScaling | None:
     kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
     parameters.pop("type", None)
     if partial := parameters.pop("partial_rotary_factor", None):
@@ -251,7 +244,7 @@ def _scaling(read: _Reader, parameters: dict[str, Any], max_context: int) -> Rop
     )
 
 
-def _whole_head(read: _Reader, partial: float) -> None:
+def _whole_head(read: Reader, partial: float) -> None:
     if partial != 1.0:
         read.refuse("partial_rotary_factor", partial, "rotary positions cover the whole head here")
 

@@ -1,4 +1,4 @@
-"""The parts of a block: normalisation, linear maps, attention with its projections, gated MLP.
+"""The dense parts of a block: normalisation, linear maps, attention with its projections, gated MLP.
 
 Along the tensor axis a block's input and output are parts of the sequence (sequence parallelism, arXiv 2205.05198):
 attention and MLP gather it, work on their own heads or columns, and add up and cut their results. Along the context
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear, rms_norm, silu
 
-from truestep.models.attention import Mask, attend
+from truestep.models.attention import attend, kv_share
 from truestep.models.cache import KVCache
+from truestep.models.context import Core, Rule, core_of
 from truestep.models.rope import RopeTables
 from truestep.numerics.axis import Axes, Axis
 from truestep.numerics.pieces import Split, span
@@ -22,12 +23,14 @@ from truestep.recipe.model import ModelSection
 
 class LayerInput:
     """What layers of one kind share for one microbatch. Neither a dataclass nor a pytree: FSDP2's mixed precision casts
-    the tensors that it finds in those, and rotary tables must stay fp32."""
+    the tensors that it finds in those, and rotary tables must stay fp32. `real_BT` is false for the padding in this
+    rank's part of the sequence; None: there is none."""
 
-    def __init__(self, rope: RopeTables, mask: Mask, cache: KVCache | None):
+    def __init__(self, rope: RopeTables, mask: Rule, cache: KVCache | None, real_BT: torch.Tensor | None = None):
         self.rope = rope
         self.mask = mask
         self.cache = cache
+        self.real_BT = real_BT
 
 
 class Parted(nn.Module):
@@ -111,13 +114,14 @@ class Attention(Parted):
         sizes = {"none": None, "head": (s.head_dim, s.head_dim), "full": (queries, keys)}[s.qk_norm or "none"]
         self.q_norm = RMSNorm(sizes[0], s.norm_eps, bool(s.norm_offset)) if sizes else nn.Identity()
         self.k_norm = RMSNorm(sizes[1], s.norm_eps, bool(s.norm_offset)) if sizes else nn.Identity()
-        self.core = attend
+        self.core: Core = attend
         self.tp = Axis("tp")
         self.kv_heads: slice | None = None
         self.kv_of_query: list[int] | None = None
 
     def place(self, axes: Axes) -> None:
         self.tp = tp = axes.tp
+        self.core = core_of(axes)
         if tp.size == 1:
             return
         self.out.after = lambda y: tp.scatter_sum(y, 1)
@@ -126,13 +130,9 @@ class Attention(Parted):
         else:
             across = (self.q_norm,)
             first, stop = span(self.num_heads, tp.size, tp.rank)
-            group = self.num_heads // self.num_kv_heads
-            kv_first, kv_stop = first // group, (stop - 1) // group + 1
-            self.kv_heads = slice(kv_first, kv_stop)
-            own = [query // group - kv_first for query in range(first, stop)]
-            even = len(own) % (kv_stop - kv_first) == 0 and own == sorted(own) and len({own.count(g) for g in own}) == 1
-            self.kv_of_query = None if even else own
-            rows = slice(kv_first * self.head_dim, kv_stop * self.head_dim)
+            needed, self.kv_of_query = kv_share(range(first, stop), self.num_heads // self.num_kv_heads)
+            self.kv_heads = slice(needed.start, needed.stop)
+            rows = slice(needed.start * self.head_dim, needed.stop * self.head_dim)
             self.v.rows = rows
             self.k.rows = None if self.norm_whole else rows
         if self.norm_whole:
@@ -199,27 +199,3 @@ class GatedMLP(Parted):
         gate = self.gate(x_BTD)
         active = gelu(gate, approximate="tanh") if self.tanh else silu(gate)
         return self.down(active * self.up(x_BTD))
-
-
-class Block(nn.Module):
-    """Attention and MLP, each added to the residual stream; norms stand before them (pre), after (post) or both."""
-
-    def __init__(self, section: ModelSection, layer: int):
-        super().__init__()
-        before, after = section.norm_placement != "post", section.norm_placement != "pre"
-
-        def norm(wanted: bool) -> nn.Module:
-            size, eps, offset = section.hidden_size, section.norm_eps, bool(section.norm_offset)
-            return RMSNorm(size, eps, offset) if wanted else nn.Identity()
-
-        self.window = section.window_of(layer)
-        self.attention_norm = norm(before)
-        self.attention = Attention(section, layer)
-        self.attention_post_norm = norm(after)
-        self.mlp_norm = norm(before)
-        self.mlp = GatedMLP(section)
-        self.mlp_post_norm = norm(after)
-
-    def forward(self, x_BTD: torch.Tensor, given: LayerInput) -> torch.Tensor:
-        x_BTD = x_BTD + self.attention_post_norm(self.attention(self.attention_norm(x_BTD), given))
-        return x_BTD + self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTD)))

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from truestep.models.router import Router
 from truestep.numerics.roles import Role
 
 _NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
@@ -29,6 +30,8 @@ def _role(module: nn.Module, name: str, parameter: nn.Parameter, tables: set[int
     if parameter.ndim < 2:
         is_norm = isinstance(module, _NORM_TYPES) or type(module).__name__.lower().endswith("norm")
         return Role.NORM if is_norm and name != "bias" else Role.BIAS
+    if isinstance(module, Router):
+        return Role.ROUTER
     if isinstance(module, nn.Linear) and parameter.ndim == 2:
         return Role.HEAD if module.out_features == vocab_size else Role.MATRIX
     return Role.OTHER

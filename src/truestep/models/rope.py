@@ -50,10 +50,21 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tup
         return plain / scaling.factor, 1.0
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
-    attention_factor = scaling.attention_factor
-    if attention_factor is None:
-        attention_factor = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-    return _yarn(plain, head_dim, theta, scaling), attention_factor
+    factor = scaling.attention_factor
+    if factor is None:
+        one, all_dim = scaling.mscale, scaling.mscale_all_dim
+        factor = _mscale(scaling, one) / _mscale(scaling, all_dim) if one and all_dim else _mscale(scaling, 1.0)
+    return _yarn(plain, head_dim, theta, scaling), factor
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What latent attention multiplies its scores by besides: m(mscale_all_dim)^2, as DeepSeek-V3 has it."""
+    all_dim = scaling.mscale_all_dim if scaling is not None else None
+    return 1.0 if scaling is None or all_dim is None else _mscale(scaling, all_dim) ** 2
+
+
+def _mscale(scaling: RopeScaling, mscale: float) -> float:
+    return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
 def _llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

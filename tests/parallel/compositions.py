@@ -29,6 +29,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "shared_size": 10,
         "dense_layers": 1,
         "scale": 2.5,
+        "bias_rate": 0.02,
     },
 }
 """Kinds of routing. The balance loss weighs a hundred times what it does in practice, so that a wrong one shows."""
@@ -80,6 +81,7 @@ class Composition:
     recompute: str = "none"
     reshard: bool = True
     precision: str = "float64"
+    optimizer: str = "sgd"
     seed: int = 0
 
     @property
@@ -216,6 +218,7 @@ def draw(pick: Pick, mesh: dict[str, int]) -> Composition:
         recompute=pick(["none", "full", "selective"]),
         reshard=pick([True, True, False]),
         precision=pick(["float64", "float64", "float64", "float32"]),
+        optimizer=pick(["sgd", "sgd", "adamw"]),
     )
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.parallel import oracle
 from tests.parallel.compositions import parse
 from tests.parallel.harness import Found, check, compare, errors, ranks_train, same_bits
 
@@ -38,11 +39,12 @@ def test_equals_one_process(pool, tmp_path, name, precision):
 def test_a_wrong_number_is_found(pool):
     """The harness itself: one gradient element, a factor, a missing name, a loss, a norm, a weight, and no number."""
     one = parse("dp_shard=2")
-    found = pool.run(ranks_train, 2, one, 2, "", "")[0]
-    assert not compare(one, found, 2).faults()
+    wanted = list(oracle.train(one, 2))
+    found = pool.run(ranks_train, 2, one, [0, 0], "", "")[0]
+    assert not compare(one, found, wanted).faults()
 
     def changed(**fields) -> list[str]:
-        return compare(one, Found(**{**vars(found), **fields}), 2).faults()
+        return compare(one, Found(**{**vars(found), **fields}), wanted).faults()
 
     name = "blocks.0.mlp.up.weight"
     off = found.gradients[name].clone()

@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from truestep.errors import UserError
 from truestep.numerics.axis import Axis
+from truestep.numerics.low_precision.draws import Draws
 from truestep.numerics.low_precision.place import Place, split_tokens
 from truestep.numerics.low_precision.product import LowPrecisionModel
 from truestep.numerics.low_precision.rules import is_low
@@ -328,6 +329,17 @@ def test_which_parameters_are_low():
     assert low == [1, 2, 3, 4, 5]
     assert not any(is_low(section, role, 3, 8) for role in Role if role is not Role.MATRIX)
     assert not is_low(section, Role.MATRIX, None, 8)
+
+
+def test_draws_of_a_part_are_those_of_the_whole():
+    tokens = torch.tensor([3, 4, 17, 40])
+    whole = Draws(1).sixteen_bits("w", "dX", (2, 0), torch.arange(41), 0, 20, 20)
+    part = Draws(1).sixteen_bits("w", "dX", (2, 0), tokens, 5, 6, 20)
+    assert torch.equal(part, whole[tokens, 5:11])
+    assert whole.min() >= 0 and whole.max() < 65536
+    assert len(whole.unique()) > 800  # of 820 draws from 65536, about 5 repeat
+    long = Draws(1).sixteen_bits("w", "dX", (2, 0), torch.arange(30000), 0, 20, 20)  # more than one piece of work
+    assert torch.equal(long[:41], whole) and len(long) == 30000
 
 
 def test_split_tokens_cover_every_row_once():

@@ -68,8 +68,6 @@ def _way(a: Operand, b: Operand) -> str:
 def _fits(a: Operand, b: Operand, way: str, dtype: torch.dtype) -> bool:
     if way == "row" and dtype is not torch.bfloat16:
         return False
-    if a.form is b.form and a.form is not E4M3 and a.form is not E2M1:
-        return False  # e5m2 by e5m2 does not exist
     return a.codes.shape[1] % _ALIGNED == 0 and b.codes.shape[0] % _ALIGNED == 0
 
 

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from tests.parallel.compositions import AXES, WORLDS, Composition, coverage, draw, fixed_set, meshes, parse, refusals
 from tests.parallel.harness import check
 
-KNOWN: tuple[str, ...] = ()
+KNOWN = (
+    "pp=2 schedule=dualpipev layers=4 recompute=selective",  # torch keeps results for one backward pass
+    "dp_replicate=3 pp=2 schedule=zbv layers=4 recompute=selective",
+)
 """Lines of compositions that were wrong once."""
 LONG_EVERY = 4
 """Of the fixed set, one in so many takes ten steps, then saves and loads on another mesh; the others take two."""

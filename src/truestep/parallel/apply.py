@@ -5,7 +5,7 @@ A model is any module with `blocks` (the units of recomputation, compilation and
 further follows `Splittable`. Nothing here knows its kind.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from truestep.numerics.axis import Axes
 from truestep.numerics.pieces import Piece, Split
@@ -27,11 +26,10 @@ from truestep.parallel.layout import Place, cut, places
 from truestep.parallel.model import MIRROR, Mirror, Parallel
 from truestep.parallel.pipeline import Pipeline, Shape
 from truestep.parallel.probe import ProbedReduceScatter, watch_leaves
+from truestep.parallel.recompute import recompute
 from truestep.parallel.schedule import SPLIT_BACKWARD, parts_of_rank, rank_of_part
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Context
-
-_KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 Fill = Callable[[nn.Module, dict[str, Piece]], None]
 
@@ -96,8 +94,9 @@ def parallelize(
             splits |= part.splits()
     regions = {name: region for part in parts.values() for name, region in cut(part, splits, axes).items()}
     result = Parallel(list(parts.values()), model, groups, dtype, device)
+    twice = pipeline is not None and pipeline.schedule in SPLIT_BACKWARD
     for part in parts.values():
-        recompute(part.blocks, activation_checkpointing)  # pyright: ignore[reportArgumentType]
+        recompute(part.blocks, activation_checkpointing, twice)  # pyright: ignore[reportArgumentType]
         if compile_blocks:
             for block in part.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 block.compile()
@@ -159,19 +158,6 @@ def _lay_pipeline(
 def is_small(role: Role, shape: tuple[int, ...]) -> bool:
     """Parameters that FSDP2 leaves alone: whole on every rank, and at least fp32 whatever the precision."""
     return len(shape) < 2 or role is Role.ROUTER
-
-
-def recompute(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Recompute blocks in the backward pass. "selective" keeps the results of matrix products and redoes the rest."""
-    if mode == "none":
-        return
-    options = {} if mode == "full" else {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
-
-
-def _keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _replicate(model: nn.Module, groups: Groups) -> DistributedDataParallel:

@@ -1,0 +1,68 @@
+"""Activation checkpointing of blocks: what the backward pass needs is computed again there (arXiv 1604.06174)."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+_KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+
+
+def recompute(blocks: Iterable[nn.Module], mode: str, backward_twice: bool) -> None:
+    """Recompute blocks in the backward pass. "selective" keeps the results of matrix products and redoes the rest.
+    `backward_twice`: the backward passes of inputs and of weights run apart, and each computes a block again."""
+    if mode == "none":
+        return
+    selective = _contexts_for_two if backward_twice else partial(create_selective_checkpoint_contexts, _keep_products)
+    options = {} if mode == "full" else {"context_fn": selective}
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts_for_two() -> tuple["_Keep", "_Recall"]:
+    """Like torch's own, whose results can be used in one backward pass only."""
+    kept: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    return _Keep(kept), _Recall(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """In the forward pass: keep the results of matrix products, by operator in the order of their calls."""
+
+    def __init__(self, kept: dict[Any, list[torch.Tensor]]):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        if op in _KEPT:
+            self.kept[op].append(result.detach())
+        return result
+
+
+class _Recall(TorchDispatchMode):
+    """When a block is computed again: take what was kept."""
+
+    def __init__(self, kept: dict[Any, list[torch.Tensor]]):
+        super().__init__()
+        self.kept = kept
+        self.calls: dict[Any, int] = defaultdict(int)
+
+    def __enter__(self) -> "_Recall":
+        self.calls.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op not in _KEPT:
+            return op(*args, **(kwargs or {}))
+        self.calls[op] += 1
+        return self.kept[op][self.calls[op] - 1].detach()

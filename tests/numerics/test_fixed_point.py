@@ -90,7 +90,7 @@ def test_an_unknown_exponent_only_measures():
 def test_integers_become_the_nearest_float(device):
     randomly = random.Random(1)
     integers = [randomly.randrange(-(2**62), 2**62) >> randomly.randrange(62) for _ in range(1001)]
-    integers += [2**24 + 1, 2**24 + 3, -(2**53) - 1, 2**62, -(2**62), 2**61 + 2**37, 0]
+    integers += [2**24 + 1, 2**24 + 3, -(2**53) - 1, 2**62, -(2**62), 2**61 + 2**37 + 1, 0]
     total_N = torch.tensor(integers, device=device)
     for dtype, bits in ((torch.float32, 24), (torch.float64, 53)):
         got = to_float(total_N, 40, dtype).tolist()

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from truestep.models import attention
-from truestep.models.attention import attend, mask
+from truestep.models.attention import attend, kv_share, mask, row_mask
 
 DOCUMENTS_BT = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [-1, -1, 5, 5, 5, 5, -1, -1]], dtype=torch.int32)
 
@@ -94,3 +94,37 @@ def test_scores_keep_their_range_in_half_precision():
     q = torch.full((1, 1, 3, 16), 8.0, dtype=torch.bfloat16)
     out = attend(q, q, torch.ones_like(q), None, 1 / math.sqrt(16), 30.0)
     assert (out == 1).all()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_flex_rule_of_a_part_of_the_queries(window: int | None, monkeypatch: pytest.MonkeyPatch):
+    """The last five places of the rows, whose keys begin three places before them."""
+    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)
+    monkeypatch.setattr(attention, "_create_block_mask", lambda: create_block_mask)
+    q, k, v = qkv(torch.float32, requires_grad=False)
+    queries_BT = DOCUMENTS_BT[:, 3:]
+    blocks = attention._block_mask(queries_BT, DOCUMENTS_BT, window)
+    dense = mask(queries_BT, DOCUMENTS_BT, window, softcap=False, head_dim=16, dtype=torch.float32)
+    found = attend(q[:, :, 3:], k, v, blocks, 0.3, None)
+    torch.testing.assert_close(found, attend(q[:, :, 3:], k, v, dense, 0.3, None))
+
+
+def test_masks_of_parts_of_rows_without_documents():
+    """A part that begins the row, or whose window does, is plain causal; later ones leave out keys that none sees."""
+    options = {"device": torch.device("cpu"), "softcap": False, "head_dim": 16, "dtype": torch.float32}
+    assert row_mask(None, range(0, 4), None, **options) == (range(0, 4), None)
+    assert row_mask(None, range(0, 4), 4, **options) == (range(0, 4), None)
+    keys, rule = row_mask(None, range(4, 8), 3, **options)
+    assert keys == range(2, 8) and isinstance(rule, torch.Tensor)
+    assert (rule[0, 0] == 0).int().tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 1],
+    ]
+
+
+def test_key_heads_of_a_part_of_the_query_heads():
+    assert kv_share(range(0, 4), 2) == (range(0, 2), None)
+    assert kv_share(range(3, 6), 6) == (range(0, 1), None)
+    assert kv_share(range(3, 6), 2) == (range(1, 3), [0, 1, 1])

@@ -68,7 +68,7 @@ def _attend_gathered(
     assert isinstance(whole, torch.Tensor)
     k, v = whole.split((k_BGTK.shape[-1], v_BGTK.shape[-1]), dim=-1)
     mixed = [attend(q_BHTK[:, :, c.queries], k[:, :, c.keys], v[:, :, c.keys], c.mask, scale, softcap) for c in chunks]
-    mixed = torch.cat(mixed, dim=2)
+    mixed = mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return mixed
     return _Release.apply(mixed, own, whole, axes)  # pyright: ignore[reportReturnType]

@@ -71,3 +71,11 @@ def test_gpu_train_dry(tmp_path):
     result = run("gpu_train.py", tmp_path / "out.json", "--dry")
     assert result["device"] == "CPU" and result["peak"] is None and result["best"]["mfu"] is None
     assert result["best"] in result["tries"] and result["best"]["tokens_per_s"] > 0 and result["profile"]
+
+
+def test_parity(tmp_path):
+    rows = run("parity.py", tmp_path / "out.json", "--smoke")["rows"]
+    assert rows["one rank"]["number"] >= 1 and len(rows) >= 3
+    for kind, row in rows.items():
+        assert not row["faults"], kind
+        assert row["float64"] <= 1e-10 and max(row["float64"], row["float32"]) > 0

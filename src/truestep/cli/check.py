@@ -1,36 +1,52 @@
 """`truestep check`: is a recipe sound, and what will it take."""
 
-from rich.console import Console
+from typing import Annotated
+
+import typer
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from truestep.cli.arguments import Overrides, RecipePath
+from truestep.cli.mesh_cost import assumed_world, countable_model, mesh_cost, processes_words, setup_of
 from truestep.recipe import digests
 from truestep.recipe.batch_schedule import BatchSchedule
-from truestep.recipe.check_model import tokenizer_size
+from truestep.recipe.check_mesh import Limits, degrees
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
 
+World = Annotated[
+    int | None, typer.Option("--world", help="processes of the job; by default as the recipe tells", min=1, max=2**24)
+]
 
-def check(recipe: RecipePath, set: Overrides = None) -> None:
-    """Validate RECIPE without running it: every error at once, or what each stage will take.
+
+def check(recipe: RecipePath, world: World = None, set: Overrides = None) -> None:
+    """Validate RECIPE without running it: every error at once, or what each stage and its mesh will take.
 
     FLOPs are forward and backward, attention counted causally, for rows that hold one document each.
     """
     loaded = load(recipe, set or [])
     model = countable_model(loaded)
+    about_mesh = _mesh(loaded, model, world)
     console = Console()
     console.print(_stages(loaded, model))
     console.print(f"parameters  {_parameters(loaded, model)}")
     for name, digest in {"what": digests.what, "where": digests.where, "bits": digests.bits}.items():
         console.print(f"{name:<11} {digests.short(digest(loaded))}", highlight=False)
+    for part in about_mesh:
+        console.print(part, highlight=False)
 
 
-def countable_model(recipe: Recipe) -> ModelSection | None:
-    """The model that stages from "init" train, resolved; None where the recipe alone does not tell its size."""
-    model = recipe.model
-    size = tokenizer_size(recipe) or (model.vocab_size if model else 0)
-    return model.resolved(size) if model is not None and model.module is None and size else None
+def _mesh(recipe: Recipe, model: ModelSection | None, world: int | None) -> list[RenderableType]:
+    """What the first stage of the recipe's own model costs each rank. Raises UserError for a mesh that cannot be."""
+    ranks = world or assumed_world(recipe)
+    note = processes_words(recipe, ranks)
+    notes: list[RenderableType] = [note] if note else []
+    if model is None:
+        degrees(recipe.machine.mesh, Limits.of(recipe), ranks)
+        return notes
+    stage = next(stage for stage in recipe.stages if recipe.lineage(stage)[-1].start == "init")
+    return [*mesh_cost(setup_of(recipe, model, stage, ranks)), *notes]
 
 
 def _stages(recipe: Recipe, model: ModelSection | None) -> Table:

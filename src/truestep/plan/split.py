@@ -1,5 +1,6 @@
 """Which layers lie on which pipeline stage: contiguous parts whose dearest is as cheap as can be."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -21,14 +22,24 @@ def balanced(costs: Sequence[int], stages: int, first: int = 0, last: int = 0) -
     low, high = max(costs), prefix[-1] + first + last
     while low < high:  # the least bound under which a split exists
         middle = (low + high) // 2
-        low, high = (low, middle) if _splits(prefix, extra, middle) else (middle + 1, high)
-    best = _splits(prefix, extra, low)
-    assert best is not None
-    return best
+        low, high = (low, middle) if _fits(prefix, extra, middle) else (middle + 1, high)
+    return _smoothest(prefix, extra, low)
 
 
-def _splits(prefix: list[int], extra: list[int], bound: int) -> list[int] | None:
-    """The best split with no stage dearer than `bound`, by dynamic programming from the last stage; None without one.
+def _fits(prefix: list[int], extra: list[int], bound: int) -> bool:
+    """Whether a split exists with no stage dearer than `bound`: each takes all that it can, and leaves one for each of
+    those that follow."""
+    start, stages = 0, len(extra)
+    for stage, more in enumerate(extra):
+        stop = bisect_right(prefix, bound - more + prefix[start]) - 1
+        start, before = min(stop, len(prefix) - stages + stage), start
+        if start <= before:
+            return False
+    return start == len(prefix) - 1
+
+
+def _smoothest(prefix: list[int], extra: list[int], bound: int) -> list[int]:
+    """The best split with no stage dearer than `bound`, by dynamic programming from the last stage.
 
     best[l] = (least sum of squares, sizes) of the layers from l on over the stages from `stage` on."""
     layers, stages = len(prefix) - 1, len(extra)
@@ -47,7 +58,7 @@ def _splits(prefix: list[int], extra: list[int], bound: int) -> list[int] | None
                     if start not in found or option < found[start]:
                         found[start] = option
         best = found
-    return best[0][1] if 0 in best else None
+    return best[0][1]
 
 
 def layer_costs(model: ModelSection, context: int) -> tuple[list[int], int]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import gelu, linear, silu
 
 from truestep.models.layers import GatedMLP, Parted
@@ -110,6 +111,8 @@ def grouped_product(rows_MD: torch.Tensor, weight_EFD: torch.Tensor, ends_E: tor
     weight_EFD = weight_EFD.to(rows_MD.dtype)  # under autocast, which does not know the kernel
     if _has_kernel(rows_MD, weight_EFD):
         return _grouped_mm(rows_MD, weight_EFD.transpose(1, 2), offs=ends_E)
+    if isinstance(rows_MD, FakeTensor):
+        return linear(rows_MD, weight_EFD[0])  # as large and as costly, without a look at data
     sizes = torch.diff(ends_E, prepend=ends_E.new_zeros(1)).tolist()
     parts = zip(rows_MD.split(sizes), weight_EFD.unbind())
     return torch.cat([linear(part, weight) for part, weight in parts])
@@ -120,13 +123,10 @@ _grouped_mm: Any = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional
 
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """On CUDA: bf16 with rows of whole 16 bytes, from compute capability 8.0."""
+    """On CUDA: bf16 with rows of whole 16 bytes, from compute capability 8.0. On fake tensors: bf16."""
+    if isinstance(rows, FakeTensor):
+        return rows.dtype == torch.bfloat16
     if rows.is_cuda:
         aligned = rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
-        return rows.dtype == torch.bfloat16 and aligned and _capable(rows.device)
+        return rows.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     return rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _capable(device: torch.device) -> bool:
-    """Fake tensors may lie on a GPU that is not there."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)

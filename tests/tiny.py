@@ -46,8 +46,8 @@ def cut(batch: Batch, size: int) -> list[Batch]:
 
 
 def padding(like: Batch) -> Batch:
-    """A microbatch of the same shape without any target."""
-    return Batch(like.tokens_BT, torch.full_like(like.labels_BT, IGNORE), like.positions_BT, like.documents_BT)
+    """A microbatch of the same shape without any target or document."""
+    return like.without_targets()
 
 
 def share(batch: Batch, rank: int, world: int, size: int = 1) -> list[Batch]:

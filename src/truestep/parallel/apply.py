@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from truestep.numerics.axis import Axes
 from truestep.numerics.pieces import Piece, Split
 from truestep.numerics.roles import Role
+from truestep.parallel.experts import place_experts
 from truestep.parallel.groups import Groups, make_groups
 from truestep.parallel.layout import Place, cut, places
 from truestep.parallel.model import MIRROR, Mirror, Parallel
@@ -91,6 +92,7 @@ def parallelize(
     for part in parts.values():
         if isinstance(part, Splittable):
             part.place(groups.axes)
+            place_experts(part, groups.axes.ep)
             splits |= part.splits()
     regions = {name: region for part in parts.values() for name, region in cut(part, splits, axes).items()}
     result = Parallel(list(parts.values()), model, groups, dtype, device)

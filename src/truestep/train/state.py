@@ -37,6 +37,7 @@ class TrainState:
     targets: int = 0
     loader: dict[str, Any] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
+    router_metrics: list[str] | None = None
 
     def tensors(self) -> dict[str, Piece]:
         """What this rank holds of parameters, of buffers that persist, and of optimizer state, by name: what a

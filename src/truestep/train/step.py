@@ -17,6 +17,7 @@ from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.optim.clip import clip_
 from truestep.optim.schedule import factor
 from truestep.sentinel.finite import Verdict, judge
+from truestep.train.routing import begin_routing, end_routing, has_routers
 from truestep.train.state import TrainState
 
 
@@ -67,6 +68,8 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     def loss_of(batch: Batch) -> Any:
         return partial(head_loss, state.loss, batch)
 
+    if routes := has_routers(state):
+        begin_routing(state, batches, scale)
     sums, metrics = parallel.run(batches, loss_of, scale / divisor if divisor else 0.0, begin)
     parallel.complete_gradients()
     grads = parallel.hand_over_gradients()
@@ -89,6 +92,8 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     parallel.zero_grad()
     state.step += 1
     named = {name: value / (divisor or 1) for name, value in zip(metrics, rest)}
+    if routes:
+        named |= end_routing(state, update=verdict is Verdict.GO)
     return StepResult(loss, norm.item(), clip, num_targets, verdict, shards, named, rest[len(metrics) :])
 
 

@@ -24,7 +24,7 @@ from truestep.numerics.uses import as_use
 from truestep.optim.clip import clip_coefficient
 from truestep.parallel.exact import TRIES, Exact, Outcome
 from truestep.parallel.exact_bucket import Route, Slot
-from truestep.parallel.exact_shards import StageBucket, shard_exactly
+from truestep.parallel.exact_shards import shard_exactly
 from truestep.parallel.probe import NormProbe
 
 STEPS = 5
@@ -41,12 +41,13 @@ def pool():
 @dataclass
 class Setting:
     """One division of the same work. `upset`: the step before which a scale is made far too fine. `flip`: the number of
-    the collective in which rank 0 is given a wrong bit."""
+    the collective in which rank 0 is given a wrong bit. `lone`: FSDP2 over replicas alone, as with experts."""
 
     replicate: int = 1
     shard: int = 1
     pipeline: int = 1
     once_a_step: bool = False
+    lone: bool = False
     reverse: bool = False
     tied: bool = True
     precision: str = "float32"
@@ -83,7 +84,6 @@ class Run:
         self.names = [name for name, _ in self.model.named_parameters()]
         self.world = dist.group.WORLD if dist.get_world_size() > 1 else None
         self.exact = Exact(self.names, device=torch.device("cpu"), control=self.world, probe=self.probe)
-        self.stages: list[StageBucket] = []
         self._place()
         init_weights(self.model, 3, {name: piece_of(p) for name, p in self.named().items()})
         self.sink = self.exact.sink("embed.weight") if setting.tied and setting.pipeline == 1 else None
@@ -94,7 +94,7 @@ class Run:
             setting.change(self)
 
     def _place(self) -> None:
-        if self.setting.shard > 1:
+        if self.setting.shard > 1 or self.setting.lone:
             return self._shard()
         if self.setting.pipeline > 1:
             return self._cut()
@@ -112,8 +112,7 @@ class Run:
         self.model.to_empty(device="cpu")
         replicas = mesh["replicate"].get_group()
         route = Route((replicas,), replicas.rank() == 0) if hybrid else Route()
-        buckets = shard_exactly(self.exact, self.model, lambda name: route, once_a_step=self.setting.once_a_step)
-        self.stages = [bucket for bucket in buckets if isinstance(bucket, StageBucket)]
+        shard_exactly(self.exact, self.model, lambda name: route, once_a_step=self.setting.once_a_step)
         assert self.world is not None
         everywhere = Route((self.world,), dist.get_rank() == 0)
         self.exact.watch({name: p for name, p in self.named().items() if p.ndim < 2}, lambda name: everywhere)
@@ -172,13 +171,12 @@ class Run:
         rest = (batch.positions_BT, batch.documents_BT)
         if self.setting.pipeline > 1:
             return self._through_the_pipeline(batch, head, num_targets)
-        if self.stages:
+        if self.setting.once_a_step:
             self.model.set_requires_gradient_sync(False)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.setting.precision == "bfloat16"):
             total = self.model(batch.tokens_BT, *rest, head=head)
         (total / num_targets).backward()
-        for stage in self.stages:
-            stage.sweep()
+        self.exact.sweep()
         self.probe.next_microbatch()
         return total.item()
 
@@ -291,6 +289,7 @@ DIVISIONS = {
     "hsdp2x2": Setting(replicate=2, shard=2),
     "reverse": Setting(reverse=True),
     "stage2": Setting(shard=2, once_a_step=True),
+    "lone2": Setting(replicate=2, lone=True),
     "stage2x2": Setting(replicate=2, shard=2, once_a_step=True),
     "pipeline2": Setting(pipeline=2),
 }

@@ -6,7 +6,9 @@ anything is added to it; from there on all sums are of integers. A step that doe
 
     while True:
         with exact.step():
-            ...forward and backward of this rank's microbatches...
+            for each of this rank's microbatches:
+                ...forward and backward...
+                exact.sweep()
         outcome = exact.finish([losses])
         if not outcome.redo:
             break
@@ -93,6 +95,11 @@ class Exact:
             raise
         finally:
             self.scales.open = False
+
+    def sweep(self) -> None:
+        """Call it after each microbatch's backward pass (in pipelines: each that makes gradients of weights)."""
+        for bucket in self._buckets:
+            bucket.sweep()
 
     def finish(self, sums: Sequence[Sequence[float]]) -> Outcome:
         """Complete the gradients, once `step` is over. Collective. `sums`: this rank's summands of each of some

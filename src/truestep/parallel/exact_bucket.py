@@ -75,6 +75,9 @@ class Bucket:
         """Add the gradient of one use in one microbatch, whole."""
         self.scales.add(slot, self.part(slot), grad.detach().reshape(1, -1))
 
+    def sweep(self) -> None:
+        """After the backward pass of a microbatch: take what has not been taken on the way."""
+
     def slot(self, name: str) -> Slot | None:
         return next((slot for slot in self.slots if slot.name == name), None)
 
@@ -129,7 +132,7 @@ class HookedBucket(Bucket):
         return self._params[slot.name]
 
     def sweep(self) -> None:
-        """Take gradients that were set without the engine's hooks, as a pipeline's split backward does."""
+        """A pipeline's split backward sets gradients without the engine's hooks."""
         for slot in self.slots:
             self._hook(slot, self.parameter(slot))
 

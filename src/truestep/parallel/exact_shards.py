@@ -24,17 +24,20 @@ from truestep.parallel.exact_bucket import Bucket, Route, Scales, Slot, lay_out
 
 
 def shard_exactly(
-    exact: Exact, model: nn.Module, route: Callable[[str], Route], *, once_a_step: bool = False
-) -> list["ShardBucket"]:
+    exact: Exact,
+    model: nn.Module,
+    route: Callable[[str], Route],
+    *,
+    once_a_step: bool = False,
+    known_as: Callable[[str], str] = str,
+) -> None:
     """Take over the gradient reduction of every FSDP module of `model`, whose parameters have memory by now.
 
     `route`: for a parameter's name, what follows the reduction over its shards; with HSDP that is the replicate axis,
     since FSDP2's own all-reduce is switched off here. `once_a_step` is for pipeline stages, which keep their parameters
-    whole over the microbatches of a step: see `StageBucket`.
+    whole over the microbatches of a step: see `StageBucket`. `known_as`: the job's name of a parameter of `model`.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    kind = StageBucket if once_a_step else ShardBucket
-    buckets = []
+    names = {id(parameter): known_as(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -42,13 +45,14 @@ def shard_exactly(
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         for group in _param_groups(module):
-            named = {
-                names[id(parameter)]: param for param in group.fsdp_params if (parameter := _trained(param)) is not None
-            }
+            single = group._reduce_scatter_process_group.size() == 1
+            if single:  # FSDP2 calls no reduce-scatter then
+                module.set_requires_gradient_sync(False, recurse=False)
+            present = {id(_registered(param)): param for param in group.fsdp_params}
+            named = {names[key]: param for key, param in present.items() if key in names}
             if named:
-                buckets.append(kind(exact.scales, group, named, route))
-                exact.include(buckets[-1])
-    return buckets
+                kind = StageBucket if once_a_step or single else ShardBucket
+                exact.include(kind(exact.scales, group, named, route))
 
 
 class ShardBucket(Bucket):
@@ -118,7 +122,7 @@ class ShardBucket(Bucket):
 
 class StageBucket(ShardBucket):
     """Parameters of a pipeline stage that FSDP2 reduces together. They stay whole over the microbatches of a step, and
-    so do the integers, which are exchanged once. `sweep` takes the gradients after each microbatch's backward pass."""
+    so do the integers, which are exchanged once. Gradients are taken by `sweep`."""
 
     def begin(self) -> None:
         device, world = self.scales.device, self.world
@@ -129,7 +133,6 @@ class StageBucket(ShardBucket):
         self.scales.add(slot, whole_N[: grad.numel()], grad.reshape(1, -1))
 
     def sweep(self) -> None:
-        """Take and remove the gradients that autograd, or a split backward, has left on the whole parameters."""
         for slot, param in zip(self.slots, self._fsdp_params.values()):
             for grad in _take_whole_gradients(param):
                 self.scales.probe.add(grad)
@@ -171,10 +174,9 @@ def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _trained(param: FSDPParam) -> nn.Parameter | None:
-    """The parameter as the module has it, if it is trained; `sharded_param` lags behind `to_empty` until first use."""
-    parameter = getattr(param._module_info.module, param._module_info.param_name)
-    return parameter if parameter.requires_grad else None
+def _registered(param: FSDPParam) -> nn.Parameter:
+    """The parameter as its module has it; `sharded_param` lags behind `to_empty` until first use."""
+    return getattr(param._module_info.module, param._module_info.param_name)
 
 
 def _take_whole_gradients(param: FSDPParam) -> list[torch.Tensor]:

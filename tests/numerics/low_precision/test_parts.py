@@ -13,7 +13,7 @@ from truestep.recipe.numerics import LowPrecision
 
 ROWS, T, INPUTS, OUTPUTS = 2, 256, 128, 128
 NAME = "blocks.3.mlp.down.weight"
-WAYS = ["outputs", "inputs", "tokens", "balanced tokens", "whole"]
+WAYS = ["outputs", "inputs", "tokens", "balanced tokens", "shares"]
 SECTIONS = [
     {"kind": "fp8-tensorwise"},
     {"kind": "fp8-tensorwise", "stochastic_rounding": True},
@@ -59,6 +59,8 @@ def parts(way: str, axis: Axis) -> tuple[dict, tuple, tuple]:
     if way == "inputs":
         held = (..., inputs), (whole, inputs), (..., whole)
         return {"inputs": axis, "start": (0, inputs.start)}, held, (None, (..., inputs), (whole, inputs))
+    if way == "shares":
+        return {"shares": axis}, ((whole,), (whole,), (..., outputs)), ((whole,), None, None)
     tokens = split_tokens(cp=axis, balanced=way == "balanced tokens")
     places = torch.cat([torch.arange(first, first + n) for first, n in tokens.runs(T)])
     some = (whole, places)
@@ -74,9 +76,12 @@ def on_ranks(rank: int, world: int):
     given = operands()
     for number, section in enumerate(SECTIONS):
         wanted = multiplied(section, Place(NAME, (OUTPUTS, INPUTS)), *given)
-        for way in WAYS[:4]:
+        for way in WAYS:
             how, held, regions = parts(way, axis)
-            found = multiplied(section, Place(NAME, (OUTPUTS, INPUTS), **how), *(a[r] for a, r in zip(given, held)))
+            x, w, g = (a[r] for a, r in zip(given, held))
+            if way == "shares":
+                g = torch.zeros_like(given[2]).index_copy_(-1, torch.arange(OUTPUTS)[held[2][-1]], g)
+            found = multiplied(section, Place(NAME, (OUTPUTS, INPUTS), **how), x, w, g)
             worst = 0.0
             for want, got, region in zip(wanted, found, regions, strict=True):
                 got = axis.sum_(got.contiguous()) if region is None else got
@@ -91,7 +96,7 @@ def differences():
     return run_ranks(on_ranks, 2), run_ranks(on_ranks, 4)
 
 
-@pytest.mark.parametrize("way", WAYS[:4])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", range(len(SECTIONS)), ids=lambda n: " ".join(map(str, SECTIONS[n].values())))
 def test_parts_equal_the_whole_up_to_the_order_of_float64_sums(differences, way, number):
     for per_rank in differences:
@@ -131,3 +136,43 @@ def test_overlapping_outputs_count_once():
     whole = low.product(Place(NAME, (OUTPUTS, INPUTS)), (OUTPUTS, INPUTS))(x, w)
     assert torch.allclose(part, whole[..., 32:96], rtol=1e-12)
     assert math.isfinite(part.sum().item())
+
+
+class Map(torch.nn.Module):
+    """A linear map of the model with its seam."""
+
+    def __init__(self, weight: torch.Tensor, product):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+        self.product = product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.weight)
+
+
+def sharded(rank: int, world: int):
+    """Weights that FSDP2 frees after forward and gathers again: dW summed over two microbatches, one a rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    x, w, g = (a.float() for a in operands())
+    low = LowPrecisionModel(LowPrecision(kind="nvfp4"), 11, torch.device("cpu"))
+    product = low.product(Place(NAME, (OUTPUTS, INPUTS)), (OUTPUTS, INPUTS), T)
+
+    def backward(module: torch.nn.Module, microbatch: int):
+        low.draws.begin(0, microbatch)
+        module(x[microbatch : microbatch + 1]).backward(g[microbatch : microbatch + 1])
+
+    plain, parted = Map(w, product), Map(w, product)
+    for microbatch in range(world):
+        backward(plain, microbatch)
+    fully_shard(parted, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=True)
+    parted.set_gradient_divide_factor(1.0)
+    parted.set_force_sum_reduction_for_comms(True)
+    backward(parted, rank)
+    found = parted.weight.grad.full_tensor()
+    return ((found - plain.weight.grad).abs().max() / found.abs().max()).item()
+
+
+def test_sharded_weights_and_any_data_parallel_degree_make_the_same_gradient():
+    assert max(run_ranks(sharded, 2)) <= 1e-6

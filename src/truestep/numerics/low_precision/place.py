@@ -60,7 +60,9 @@ def _cut(runs: Runs, axis: Axis) -> Runs:
 
 class Place:
     """`name`: the parameter's global name. `shape`: (outputs, inputs) of the whole weight; the local part begins at
-    `start`. `outputs`, `inputs`: the axis over which they are split (column, row parallel), or None.
+    `start`. `outputs`, `inputs`: the axis over which they are split (column, row parallel), or None. `shares`: the axis
+    whose ranks all compute the whole product and have a share each of the gradient of its result, as where heads of
+    keys and values serve several ranks.
 
     Neither a dataclass nor a module, so that nobody casts or moves what is in it."""
 
@@ -73,11 +75,13 @@ class Place:
         tokens: Tokens | None = None,
         outputs: Axis | None = None,
         inputs: Axis | None = None,
+        shares: Axis | None = None,
     ):
         self.name, self.shape, self.start = name, shape, start
         self.tokens = tokens or Tokens()
         self.outputs = (outputs,) if outputs is not None and outputs.size > 1 else ()
         self.inputs = (inputs,) if inputs is not None and inputs.size > 1 else ()
+        self.shares = shares if shares is not None and shares.size > 1 else None
 
 
 def check_shapes(kind: str, block: int, place: Place, local: tuple[int, int], context: int | None = None) -> None:

@@ -95,7 +95,9 @@ class LowPrecisionProduct:
     def __init__(self, model: LowPrecisionModel, place: Place):
         self.model, self.place = model, place
         # the key of the draws changes every step and would be compiled in; collectives break the graph anyhow
-        self.compiles = not (model.rule.stochastic or place.tokens.axes or place.outputs or place.inputs)
+        self.compiles = not (
+            model.rule.stochastic or place.tokens.axes or place.outputs or place.inputs or place.shares
+        )
 
     def __call__(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return self._call(x, w) if self.compiles else _uncompiled(self, x, w)  # pyright: ignore[reportCallIssue]
@@ -138,6 +140,11 @@ class _Product(torch.autograd.Function):
         model, place = product.model, product.place
         rule, g = model.rule, grads[0]
         need_x, need_w = _wanted(ctx)
+        if place.shares is not None:
+            # what is cast must be the whole gradient, and one rank's share of what comes of it is all of it
+            g = place.shares.sum_(g.clone(memory_format=torch.contiguous_format))
+            if place.shares.rank > 0:
+                return w.new_zeros(shape, dtype=x_dtype) if need_x else None, torch.zeros_like(w), None, None
         g_x, g_w = model.gradient(g, place, moment, keep=need_w)
         dx = dw = None
         if need_x:

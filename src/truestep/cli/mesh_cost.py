@@ -148,28 +148,30 @@ def stage_named(recipe: Recipe, name: str | None) -> Stage:
 
 
 def _mesh(setup: Setup) -> str:
-    shown = ", ".join(f"{axis} {size}" for axis, size in asdict(setup.degrees).items() if size > 1) or "one device"
+    sizes = ", ".join(f"{axis} {size}" for axis, size in asdict(setup.degrees).items() if size > 1)
+    shown = f"{setup.degrees.world:,} processes: {sizes}" if sizes else "one process"
     auto = ' (taken for "auto")' if setup.machine.precision == "auto" else ""
     return (
-        f"mesh        {setup.degrees.world:,} processes: {shown}; {setup.microbatches} microbatches of "
-        f"{setup.machine.microbatch_rows} rows a step; {setup.precision}{auto}"
+        f"mesh        {shown}; {setup.microbatches} microbatches of {setup.machine.microbatch_rows} rows a step on "
+        f"each rank; {setup.precision}{auto}"
     )
 
 
 def _memory(setup: Setup) -> Table:
     pp = setup.degrees.pp
-    table = Table("pipeline rank" if pp > 1 else "GiB of a rank")
+    found = {rank: rank_memory(setup, rank) for rank in range(pp)}
+    unit, size_of = _unit(max(memory.total for memory in found.values()))
+    table = Table("pipeline rank" if pp > 1 else f"{unit} of a rank")
     kinds = [kind.name for kind in fields(RankMemory)]
     headings = ["blocks", "in flight"] if pp > 1 else []
-    for heading in (*headings, *kinds, "all GiB" if pp > 1 else "all"):
+    for heading in (*headings, *kinds, f"all {unit}" if pp > 1 else "all"):
         table.add_column(heading, justify="right")
-    found = {rank: rank_memory(setup, rank) for rank in range(pp)}
     for rank in _shown(found):
         memory = found[rank]
         blocks = sum(len(setup.layers[i]) for i in setup.held(rank))
-        about = [str(blocks), f"{setup.in_flight(rank):g}"] if pp > 1 else []
-        sizes = [_gib(size) for size in asdict(memory).values()]
-        table.add_row(str(rank) if pp > 1 else "", *about, *sizes, _gib(memory.total))
+        about = [str(blocks), f"{setup.in_flight(rank):.4g}"] if pp > 1 else []
+        sizes = [f"{size / size_of:,.2f}" for size in (*asdict(memory).values(), memory.total)]
+        table.add_row(str(rank) if pp > 1 else "", *about, *sizes)
     modes = [mode for rank in found for mode in recomputation(setup, rank).values()]
     if setup.recompute is None:
         counts = ", ".join(f"{mode} {modes.count(mode)}" for mode in ("none", "selective", "full"))
@@ -187,10 +189,11 @@ def _shown(found: dict[int, RankMemory]) -> list[int]:
 
 def _traffic(sent: list[Traffic]) -> Table:
     table = Table("axis", "sent in a step by the busiest rank")
+    unit, size_of = _unit(max(item.bytes for item in sent))
     table.add_column("count", justify="right")
-    table.add_column("GiB", justify="right")
+    table.add_column(unit, justify="right")
     for item in sent:
-        table.add_row(item.axis, item.what, f"{item.count:,}", _gib(item.bytes))
+        table.add_row(item.axis, item.what, f"{item.count:,}", f"{item.bytes / size_of:,.2f}")
     return table
 
 
@@ -203,5 +206,5 @@ def _bubble(setup: Setup) -> str:
     )
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.3f}" if size >= 2**20 else f"{size / 2**30:.1g}" if size else "0"
+def _unit(largest: int) -> tuple[str, int]:
+    return ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)

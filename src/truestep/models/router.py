@@ -117,8 +117,9 @@ class Router(nn.Module):
         """coefficient E sum_e f_e p_e (arXiv 2101.03961, equation 4), f the share of `load` of each expert: without a
         load an equal one. Of sums of probabilities over tokens it is the sum over tokens."""
         total = self.load.sum()
-        share_E = torch.where(total > 0, self.load / total.clamp(min=1), 1 / len(self.load))
-        return self.moe.balance_coefficient * len(self.load) * (share_E.to(probs_E.dtype) * probs_E).sum()
+        load_E = self.load.to(probs_E.dtype)  # of whole numbers torch makes a quotient in fp32
+        share_E = torch.where(total > 0, load_E / total.clamp(min=1), 1 / len(load_E))
+        return self.moe.balance_coefficient * len(load_E) * (share_E * probs_E).sum()
 
     @torch.no_grad()
     def _take(

@@ -211,7 +211,7 @@ def draw(pick: Pick, mesh: dict[str, int]) -> Composition:
         window=pick([0, 5]),
         softcap=pick([False, False, True]),
         rows=pick([6, 5, 7]),
-        size=pick([1, 2]),
+        size=pick([2, 1, 3]),
         context=pick([16, 24]),
         documents=pick([False, True]),
         z_loss=pick([False, True]),

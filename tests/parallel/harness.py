@@ -151,7 +151,11 @@ def _figure(found: float, wanted: float) -> float:
 def same_bits(a: Whole, b: Whole) -> bool:
     """Whether both hold the same tensors, bit for bit."""
     alike = a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].shape == b[n].shape for n in a)
-    return alike and all(torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8)) for n in a)
+    return alike and all(torch.equal(_bytes(a[n]), _bytes(b[n])) for n in a)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 # what runs on the ranks

@@ -396,3 +396,14 @@ def test_compiled_products_are_the_same_and_draw_anew_every_step(kind, whole):
     for step in range(3):
         assert all(torch.equal(p, q) for p, q in zip(run_once(f, step), run_once(compiled, step)))
     assert torch.equal(run_once(compiled, 0)[0], run_once(compiled, 1)[0]) == whole
+
+
+def test_units_are_trusted_once_they_agree(monkeypatch):
+    """The CPU build has the kernels of two ways; a kernel that is wrong or missing is not used."""
+    from truestep.numerics.low_precision import units
+
+    assert [units._agrees(way, CPU) for way in ("tensor", "row", "mx", "nv")] == [True, True, False, False]
+    assert units.find_units(CPU) == frozenset()  # nothing is gained there
+    real = units.scaled_mm
+    monkeypatch.setattr(units, "scaled_mm", lambda *a, **k: real(*a, **k) * 1.02)
+    assert not units._agrees("tensor", CPU)

@@ -1,7 +1,7 @@
 """Steps on fake tensors: shapes, dtypes and lifetimes of a real one, without memory and without numbers.
 
 A step reads a few numbers back (its loss, the norm, how many rows have a target). A fake tensor has none, so here they
-are made up: a number is 1, a condition that Python branches on is false, and `nonzero` finds every element.
+are made up: a number is 1, a condition that Python branches on holds, and `nonzero` finds every element.
 """
 
 from collections.abc import Iterator
@@ -32,6 +32,8 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _grouped(args[0], args[1], given["offs"] if "offs" in given else args[2])
         if func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             return func(*args, **given)
         if not isinstance(args[0], FakeTensor):
@@ -53,8 +55,16 @@ class _Lists(TorchFunctionMode):
 
 def _made_up(dtype: torch.dtype) -> bool | int | float:
     if dtype == torch.bool:
-        return False
+        return True
     return 1.0 if dtype.is_floating_point else 1
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """What torch knows the shape of in bfloat16 only: rows in groups times a matrix for each, (M, K) by (G, K, N), or
+    the products over the rows of each group, (K, M) by (M, N)."""
+    if b.ndim == 3:
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(len(ends), a.shape[0], b.shape[1])
 
 
 def _nested(value: Any, shape: torch.Size) -> Any:

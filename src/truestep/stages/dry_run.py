@@ -8,6 +8,7 @@ CPU (docs/guide/dry-run.md says what differs on CUDA).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,10 +131,27 @@ def fake_job(rank: int, world: int) -> Iterator[Job]:
         return
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     control = dist.new_group(backend="fake")
+    with _agreement():
+        try:
+            yield Job(rank, world, 0, 1, device, "none", control)  # pyright: ignore[reportArgumentType]
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _agreement() -> Iterator[None]:
+    """Objects, which ranks tell each other in words, cannot come from ranks that do not exist: as long as this lasts,
+    all of them say what this one does."""
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    originals = dist.all_gather_object, dist.broadcast_object_list
+    dist.all_gather_object, dist.broadcast_object_list = all_gather_object, lambda *_, **__: None
     try:
-        yield Job(rank, world, 0, 1, device, "none", control)  # pyright: ignore[reportArgumentType]
+        yield
     finally:
-        dist.destroy_process_group()
+        dist.all_gather_object, dist.broadcast_object_list = originals
 
 
 def whole_rows(rows: int, context: int, count: int) -> list[Batch]:

@@ -123,10 +123,11 @@ _grouped_mm: Any = torch.nn.functional.grouped_mm if hasattr(torch.nn.functional
 
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
-    """On CUDA: bf16 with rows of whole 16 bytes, from compute capability 8.0. On fake tensors: bf16."""
+    """Rows of whole 16 bytes, in and out; on CUDA bf16, from compute capability 8.0; on fake tensors bf16."""
+    if any(size * rows.itemsize % 16 for size in (rows.shape[1], weight.shape[1])):
+        return False
     if isinstance(rows, FakeTensor):
         return rows.dtype == torch.bfloat16
     if rows.is_cuda:
-        aligned = rows.shape[1] % 8 == 0 and weight.shape[1] % 8 == 0
-        return rows.dtype == torch.bfloat16 and aligned and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        return rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     return rows.dtype in (torch.float32, torch.bfloat16, torch.float16)

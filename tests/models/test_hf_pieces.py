@@ -79,7 +79,8 @@ KINDS = ["fsdp", "hsdp", "fsdp x tp", "pp x tp"]
 def _save_and_load(rank, world, folder):
     state = _state()
     for kind in KINDS:
-        save_hf(folder / kind, _dense(state, kind, rank, world), SECTION, shard_bytes=20_000)
+        size = save_hf(folder / kind, _dense(state, kind, rank, world), SECTION, shard_bytes=20_000)
+        assert size == sum(tensor.nbytes for tensor in state.values())
     for kind in KINDS:
         held = _blank(_dense(state, kind, rank, world))
         load_hf(folder / "one", held, state.keys())
@@ -174,6 +175,14 @@ def test_fused_experts_from_and_to_every_mesh(tmp_path: Path, fused):
     assert torch.equal(stored["experts.3.down.weight"], state["experts.down"][3])
     for kind in run_ranks(_save_and_load_experts, 4, tmp_path)[0]:
         assert _files(tmp_path / kind) == _files(tmp_path / "one"), kind
+
+
+def test_a_selection_bias_is_never_cast(tmp_path: Path):
+    tensors = {"w": torch.ones(2), "gate.e_score_correction_bias": torch.tensor([1.0 + 2**-20])}
+    assert save_hf(tmp_path / "model", tensors, OWN, dtype=torch.bfloat16) == 2 * 2 + 4
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert stored["w"].dtype == torch.bfloat16
+    assert torch.equal(stored["gate.e_score_correction_bias"], tensors["gate.e_score_correction_bias"])
 
 
 def _tied(rank, world, folder):

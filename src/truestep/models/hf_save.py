@@ -25,6 +25,9 @@ SHARD_BYTES = 4 * 2**30
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 
+_ALWAYS_AS_IT_IS = ".e_score_correction_bias"
+"""DeepSeek-V3's selection bias is small steps added up; `transformers` keeps it in float32 as well."""
+
 
 def save_hf(
     directory: Path,
@@ -35,13 +38,13 @@ def save_hf(
     tokenizer_dir: Path | None = None,
     generation: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> None:
+) -> int:
     """Write our parameters by name, the resolved section, and the tokenizer as a directory that must not exist yet.
 
     Every rank calls this with what it holds; the tensors come to rank 0 one by one, which writes, with at most one
     shard's tensors in memory, to a hidden sibling that gets its name once everything is on disk. The files are the same
     from every mesh. Tensors are cast to `dtype` where given. `generation` becomes generation_config.json; its token ids
-    also go into config.json.
+    also go into config.json. Returns the bytes of all tensors as they were written, on every rank.
     """
     pieces = hf_pieces(tensors, section)
     aliases = _aliases(pieces)
@@ -49,7 +52,7 @@ def save_hf(
     if dist.is_initialized() and dist.get_rank() > 0:
         for _ in stream:
             pass
-        problem = _agree(None)
+        said = _hear((0, None))
     else:
         writer = _Writer(directory, aliases, dtype, shard_bytes)
         try:
@@ -59,9 +62,11 @@ def save_hf(
             writer.finish(section, tokenizer_dir, generation or {})
         finally:
             writer.clear()
-        problem = _agree(writer.problem)
+        said = _hear((writer.num_bytes, writer.problem))
+    num_bytes, problem = said
     if problem is not None:
         raise ModelError(problem)
+    return num_bytes
 
 
 class _Writer:
@@ -85,7 +90,7 @@ class _Writer:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self.problem is not None:
             return
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not name.endswith(_ALWAYS_AS_IT_IS):
             tensor = tensor.to(self.dtype or tensor.dtype)
             self.kept = self.kept or tensor.dtype
         if self.held and sum(t.nbytes for t in self.held.values()) + tensor.nbytes > self.shard_bytes:
@@ -158,10 +163,10 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _agree(problem: str | None) -> str | None:
-    """Rank 0's problem, known to every rank."""
+def _hear(ours: tuple[int, str | None]) -> tuple[int, str | None]:
+    """Rank 0's size and problem, known to every rank."""
     if not dist.is_initialized():
-        return problem
-    said = [problem]
+        return ours
+    said = [ours]
     dist.broadcast_object_list(said, src=0)
     return said[0]

@@ -207,8 +207,9 @@ class Parallel:
 
     def pieces(self) -> dict[str, Piece]:
         """What this rank holds of the parameters and of the buffers that persist."""
-        held = {name: self.places[name].piece(parameter) for name, parameter in self.named_parameters().items()}
+        # first of all, since asking for it makes FSDP2 give up whole parameters that an evaluation has left gathered
         kept = {name for part in self.parts for name in part.state_dict()}
+        held = {name: self.places[name].piece(parameter) for name, parameter in self.named_parameters().items()}
         named = [pair for part in self.parts for pair in part.named_buffers()]
         buffers = {name: buffer for name, buffer in named if name in kept}
         first = self.groups.stage.rank == 0

@@ -73,14 +73,13 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
     digest = state_digest(tensors)
     context.job.agree(f"clear/{stage.name}", lambda: shutil.rmtree(directory, ignore_errors=True))
     eod = done.corpora.tokenizer.eod_id
-    save_hf(
+    size = save_hf(
         directory,
         tensors,
         done.section,
         tokenizer_dir=done.corpora.tokenizer_dir,
         generation={"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": eod},
     )
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     place = str(directory.relative_to(context.run_dir))
     context.note("model", stage=stage.name, path=place, digest=digest, bytes=size)
     return digest

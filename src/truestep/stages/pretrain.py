@@ -22,7 +22,7 @@ from truestep.models.build import build_model, init_weights
 from truestep.models.foreign import ForeignModel
 from truestep.models.hf import load_hf, read_section
 from truestep.models.hub import fetch, is_hub_id
-from truestep.models.load import require_own_module
+from truestep.models.load import require_own_module, tensors_of
 from truestep.numerics.pieces import Piece
 from truestep.optim.groups import describe
 from truestep.recipe.batch_schedule import BatchSchedule
@@ -50,10 +50,11 @@ def carry_out(context: Context, stage: Stage) -> str:
     precision = measure_precision(context, stage, section)
     model = build_model(section, section.vocab_size)
     check_fit(stage, section, model)
+    names = list(tensors_of(model))
     state = build(
         stage,
         model,
-        partial(load_into, start.directory) if start else partial(first_weights, recipe.run.seed),
+        partial(load_into, start.directory, names) if start else partial(first_weights, recipe.run.seed),
         job=job,
         machine=machine,
         precision=precision,
@@ -169,8 +170,9 @@ def check_fit(stage: Stage, section: ModelSection, model: nn.Module) -> None:
         )
 
 
-def load_into(directory: Path, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
-    load_hf(directory, pieces)
+def load_into(directory: Path, names: list[str], model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    """`names`: those of the whole model, of which `model` may be a part."""
+    load_hf(directory, pieces, names)
 
 
 def first_weights(seed: int, model: nn.Module, pieces: Mapping[str, Piece]) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import product
 from math import log2, prod
 from typing import Any
 
@@ -170,7 +171,7 @@ NAMED = re.compile(r"(\w+) = (\d+)")
 DEGREE = st.integers(1, 9) | st.sampled_from([16, 45])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_mesh_that_a_refusal_names_is_possible(data):
     """With every setting that it says to leave out, and on the number of processes that it was asked for."""
@@ -204,7 +205,7 @@ def test_the_mesh_that_a_refusal_names_is_possible(data):
     assert problems(again) == []
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.sampled_from([*AXES, "ep"]), DEGREE),
     st.none() | st.sampled_from(AXES),
@@ -238,27 +239,52 @@ def test_the_nearest_mesh_of_a_world_is_possible(asked, open_axis, world, limits
     assert list(faults(sizes, limits)) == []
 
 
-def test_no_mesh_is_nearer():
+@settings(max_examples=40, deadline=None)
+@given(st.fixed_dictionaries({axis: st.integers(1, 12) for axis in (*AXES, "ep")}))
+def test_no_mesh_is_nearer(asked):
     """Against a search through all meshes of a world."""
     limits = Limits(num_heads=6, num_layers=5, num_experts=8, contexts=(96,))
-    mesh = Mesh(dp_replicate=1, dp_shard=1, tp=8, pp=6, ep=5)
-    found = degrees_named(refusal(mesh, limits, 48), mesh)
+    mesh = Mesh.model_validate(asked)
+    words = refusal(mesh, limits, 24)
+    assume(words)
     weights = {"dp_shard": 1.0, "dp_replicate": 1.1, "ep": 1.5, "cp": 1.5, "pp": 1.5, "tp": 1.5}
 
     def cost(one: dict[str, int]) -> float:
-        return sum(weights[axis] * abs(log2(one[axis] / dict(mesh)[axis])) for axis in one)
+        return sum(weights[axis] * abs(log2(one[axis] / asked[axis])) for axis in one)
 
-    sizes = [d for d in range(1, 49) if 48 % d == 0]
-    every: list[dict[str, int]] = [
-        dict(zip((*AXES, "ep"), (a, b, c, d, 48 // (a * b * c * d), e), strict=True))
-        for a in sizes
-        for b in sizes
-        for c in sizes
-        for d in sizes
-        for e in sizes
-        if 48 % (a * b * c * d) == 0
-    ]
-    assert cost(found) == min(cost(one) for one in every if not list(faults(one, limits)))
+    costs = [cost(one) for one in every_mesh(24) if not list(faults(one, limits))]
+    assert cost(degrees_named(words, mesh)) == pytest.approx(min(costs))
+
+
+def every_mesh(world: int) -> list[dict[str, int]]:
+    """All meshes of a world, with expert degrees up to it."""
+    sizes = [size for size in range(1, world + 1) if world % size == 0]
+    found = []
+    for a, b, c, d in product(sizes, repeat=4):
+        if world % (a * b * c * d) == 0:
+            outer = dict(zip(AXES, (a, b, c, d, world // (a * b * c * d)), strict=True))
+            found += [outer | {"ep": ep} for ep in sizes]
+    return found
+
+
+@pytest.mark.parametrize(
+    "asked, wrong",
+    [
+        ({"tp": 4}, 0),
+        ({"tp": 5}, 1),
+        ({"pp": 3}, 0),
+        ({"pp": 4}, 1),
+        ({"cp": 16}, 0),
+        ({"cp": 32}, 1),
+        ({"ep": 4, "dp_shard": 4}, 0),
+        ({"ep": 4, "dp_shard": 2, "cp": 2}, 0),
+        ({"ep": 4, "dp_replicate": 4}, 1),
+    ],
+)
+def test_the_edges_of_what_is_possible(asked, wrong):
+    limits = Limits(num_heads=4, num_layers=3, num_experts=8, contexts=(160,))
+    full = dict.fromkeys((*AXES, "ep"), 1) | asked
+    assert len(list(faults(full, limits))) == wrong
 
 
 def degrees_named(words: str | None, mesh: Mesh) -> dict[str, int]:

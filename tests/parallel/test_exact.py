@@ -1,5 +1,6 @@
 """Exact reduction: the same bits at every degree and division of the same microbatches, and nothing else passes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +25,10 @@ from truestep.numerics.uses import as_use
 from truestep.optim.clip import clip_coefficient
 from truestep.parallel.exact import TRIES, Exact, Outcome
 from truestep.parallel.exact_bucket import Route, Slot
+from truestep.parallel.exact_model import reduce_exactly
 from truestep.parallel.exact_shards import shard_exactly
 from truestep.parallel.probe import NormProbe
+from truestep.recipe.machine import Mesh, Pipeline
 
 STEPS = 5
 EXTRA = {"attention_bias": True, "hidden_size": 36, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 50}
@@ -489,3 +492,70 @@ def leave_the_step(rank: int, world: int) -> None:
 def test_what_would_pass_the_reduction_by_is_refused(pool, task, words):
     with pytest.raises(RankError, match=words):
         pool.run(task, 2)
+
+
+MESHES = {
+    "tp": ({"tp": 2}, [{"tp": 2, "dp_shard": 2}, {"tp": 2, "dp_replicate": 2}, {"tp": 2, "pp": 2}]),
+    "cp": ({"cp": 2}, [{"cp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}]),
+    "pp": ({}, [{"pp": 2}, {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}, {"pp": 3}]),
+}
+
+
+@pytest.mark.parametrize("axis", MESHES)
+def test_data_axes_and_pipelines_change_no_bit_beside_others(pool, axis):
+    """Tensor and context parallelism have bits of their own; what is partial over them is completed in integers."""
+    alone, wider = MESHES[axis]
+    expected = pool.run(on_a_mesh, math.prod(alone.values()), alone)[0]
+    assert expected[1] > 0
+    for mesh in wider:
+        world = math.prod(mesh.values())
+        assert pool.run(on_a_mesh, world, mesh) == [expected] * world, mesh
+
+
+SCHEDULES = ["gpipe", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shard", [1, 2])
+def test_schedules_change_no_bit(pool, schedule, shard):
+    expected = pool.run(on_a_mesh, 1, {})[0]
+    mesh = {"pp": 2, "dp_shard": shard}
+    assert pool.run(on_a_mesh, 2 * shard, mesh, schedule) == [expected] * 2 * shard
+
+
+def on_a_mesh(rank: int, world: int, mesh: dict[str, int], schedule: str = "1f1b") -> tuple[str, float, list[float]]:
+    """A model as truestep makes it parallel; digest of its gradients, norm, loss."""
+    with torch.device("meta"):
+        model = Decoder(tiny.section(tie_embeddings=True, num_layers=4))
+    names = [name for name, _ in model.named_parameters()]
+    job = tiny.job(rank, world)
+    sizes = {"dp_replicate": 1, "dp_shard": 1} | mesh
+    training = tiny.state(job, mesh=Mesh(**sizes), model=model, pipeline=Pipeline(schedule=schedule))
+    parallel = training.parallel
+    exact = reduce_exactly(parallel, names, job.control, tied="embed.weight", once_a_step="pp" in mesh)
+    sink = exact.sink("embed.weight") if "pp" not in mesh else None
+
+    def loss_of(batch: Batch) -> Any:
+        def head(out: HeadInput) -> tuple[torch.Tensor, dict]:
+            used = replace(out, weight_VD=as_use(out.weight_VD, sink)) if sink else out
+            return training.loss(used, batch).sum, {}
+
+        return head
+
+    if parallel.pipeline is not None:
+        parallel.pipeline._reduce = lambda part: exact.sweep()
+    whole = tiny.rows()[0]
+    mine = tiny.share(whole, parallel.groups.data_rank, parallel.groups.data_size, size=2)
+    mine = [parallel.own_part(batch) for batch in mine]
+    runs = [mine] if parallel.pipeline else [[batch] for batch in mine]
+    while True:
+        sums = []
+        with exact.step():
+            for batches in runs:
+                totals, _ = parallel.run(batches, loss_of, 1 / whole.num_targets, lambda _: None)
+                sums += [total.item() for total in totals]
+                exact.sweep()
+        outcome = exact.finish([sums])
+        if not outcome.redo:
+            break
+    return state_digest(parallel.gradients()), outcome.norm, outcome.sums

@@ -29,6 +29,18 @@ def sum_integers_(x_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return residual.sub_(x_N.sum() * signed(_mark(0, rank)))
 
 
+def send_integers(x_N: torch.Tensor, group: dist.ProcessGroup, source: int, target: int) -> torch.Tensor:
+    """Fill int64 `x_N` of rank `target` of `group` from that of rank `source`; for the others there is nothing to do.
+    Returns the residual."""
+    if group.rank() not in (source, target):
+        return x_N.new_zeros(())
+    sends = group.rank() == source
+    operation, peer = (dist.isend, target) if sends else (dist.irecv, source)
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, x_N, group=group, group_peer=peer)]):
+        work.wait()
+    return x_N.sum() * signed(_mark(source, target) if sends else -_mark(source, target))
+
+
 def bit_sum(x_RN: torch.Tensor) -> torch.Tensor:
     """Of each row of contiguous `x_RN` (4 or 8 bytes an element), the sum of its bits as int64, modulo 2^64: in words
     of 8 bytes where a row is a whole number of them."""

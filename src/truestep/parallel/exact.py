@@ -48,15 +48,23 @@ class Outcome:
 
 class Exact:
     """The exact reduction of one rank. `names`: all parameters of the whole model, also those of other ranks, in one
-    order. `control` (gloo, the whole job; None: one process) is for agreements."""
+    order. `uses`: names of tensors that are a second use of one of those, by which they go. `control` (gloo, the whole
+    job; None: one process) is for agreements."""
 
     def __init__(
-        self, names: Sequence[str], *, device: torch.device, control: dist.ProcessGroup | None, probe: NormProbe
+        self,
+        names: Sequence[str],
+        *,
+        device: torch.device,
+        control: dist.ProcessGroup | None,
+        probe: NormProbe,
+        uses: Mapping[str, str] | None = None,
     ):
-        self.scales = Scales(names, device, probe)
+        self.scales = Scales(names, uses or {}, device, probe)
         self.exponents = torch.full((len(names),), UNKNOWN, dtype=torch.int16)
         self._control = control
         self._buckets: list[Bucket] = []
+        self._joins: list[Callable[[], None]] = []
         self._tries = 0
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
@@ -73,12 +81,19 @@ class Exact:
         """Buckets are completed in this order: ranks of a group include theirs in the same one."""
         self._buckets.append(bucket)
 
+    def join(self, action: Callable[[], None]) -> None:
+        """Do this once all buckets are complete, before they become gradients."""
+        self._joins.append(action)
+
+    def integers(self, name: str) -> torch.Tensor:
+        """This rank's sums of a parameter, from the completion of its bucket to the end of `finish`."""
+        bucket, slot = self._find(name)
+        return bucket.part(slot)
+
     def sink(self, name: str) -> Callable[[torch.Tensor], None]:
         """For `as_use`: takes the gradients of a further use of a parameter."""
-        for bucket in self._buckets:
-            if (slot := bucket.slot(name)) is not None:
-                return lambda grad: self._take(bucket, slot, grad)
-        raise KeyError(f"{name} is not reduced on this rank")
+        bucket, slot = self._find(name)
+        return lambda grad: self._take(bucket, slot, grad)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -106,6 +121,8 @@ class Exact:
         quantities, to be added up over all ranks."""
         for bucket in self._buckets:
             bucket.complete()
+        for join in self._joins:
+            join()
         grads = [pair for bucket in self._buckets for pair in bucket.fill()]
         mine = torch.cat([self.scales.largest_P, peaks(self.scales, grads)])
         agreed = self._agree(mine.nan_to_num(nan=math.inf).cpu(), dist.ReduceOp.MAX)
@@ -130,6 +147,10 @@ class Exact:
         self._set([next_exponent(e, x) for e, x in zip(exponents, largest)])
         high_low = rest[len(limbs) :]
         return Outcome(False, squares_to_float(high_low[::2], high_low[1::2], peak), totals)
+
+    def _find(self, name: str) -> tuple[Bucket, Slot]:
+        found = ((bucket, bucket.slot(name)) for bucket in self._buckets)
+        return next((bucket, slot) for bucket, slot in found if slot is not None)
 
     def _take(self, bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
         self.scales.probe.add(grad)

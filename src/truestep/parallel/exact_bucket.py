@@ -37,15 +37,17 @@ class Slot:
 class Scales:
     """What all buckets of a rank share in a step: exponents, the largest magnitudes met, and what collectives left."""
 
-    def __init__(self, names: Sequence[str], device: torch.device, probe: NormProbe):
+    def __init__(self, names: Sequence[str], uses: Mapping[str, str], device: torch.device, probe: NormProbe):
+        self.num_names = len(names)
         self.index = {name: index for index, name in enumerate(names)}
+        self.index |= {use: self.index[name] for use, name in uses.items()}
         self.device, self.probe = device, probe
         self.exponents: list[int] = []
         self.open = False
 
     def begin(self, exponents: list[int]) -> None:
         self.exponents, self.open = exponents, True
-        self.largest_P = torch.zeros(len(self.index), dtype=torch.float64, device=self.device)
+        self.largest_P = torch.zeros(self.num_names, dtype=torch.float64, device=self.device)
         self.residual = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def add(self, slot: Slot, total_N: torch.Tensor, x_RN: torch.Tensor) -> None:
@@ -151,10 +153,11 @@ def lay_out(scales: Scales, widths: Mapping[str, int], route: Callable[[str], Ro
 
 
 def peaks(scales: Scales, grads: Iterable[tuple[Slot, torch.Tensor]]) -> torch.Tensor:
-    """The largest magnitude of each parameter's local gradient, float64, by the job's list of names."""
+    """The largest magnitude of each parameter's gradient over the elements that this rank owns, by the job's list of
+    names; float64."""
     peaks_P = torch.zeros_like(scales.largest_P)
     for slot, grad in grads:
-        if grad.numel():
+        if slot.route.owned and grad.numel():
             low, high = grad.aminmax()
             peaks_P[slot.index] = torch.maximum(high, -low)
     return peaks_P
@@ -162,7 +165,7 @@ def peaks(scales: Scales, grads: Iterable[tuple[Slot, torch.Tensor]]) -> torch.T
 
 def squares(scales: Scales, grads: Iterable[tuple[Slot, torch.Tensor]], peaks_P: list[float]) -> torch.Tensor:
     """Limbs of Σ g² of each parameter, over the elements that this rank owns: int64 [names, 2]."""
-    squares_P2 = torch.zeros(len(scales.index), 2, dtype=torch.int64, device=scales.device)
+    squares_P2 = torch.zeros(scales.num_names, 2, dtype=torch.int64, device=scales.device)
     for slot, grad in grads:
         if slot.route.owned:
             squares_P2[slot.index] = sum_of_squares(grad.flatten(), peaks_P[slot.index])

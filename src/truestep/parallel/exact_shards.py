@@ -29,15 +29,14 @@ def shard_exactly(
     route: Callable[[str], Route],
     *,
     once_a_step: bool = False,
-    known_as: Callable[[str], str] = str,
 ) -> None:
     """Take over the gradient reduction of every FSDP module of `model`, whose parameters have memory by now.
 
     `route`: for a parameter's name, what follows the reduction over its shards; with HSDP that is the replicate axis,
     since FSDP2's own all-reduce is switched off here. `once_a_step` is for pipeline stages, which keep their parameters
-    whole over the microbatches of a step: see `StageBucket`. `known_as`: the job's name of a parameter of `model`.
+    whole over the microbatches of a step: see `StageBucket`.
     """
-    names = {id(parameter): known_as(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue

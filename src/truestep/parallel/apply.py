@@ -96,9 +96,8 @@ def parallelize(
             splits |= part.splits()
     regions = {name: region for part in parts.values() for name, region in cut(part, splits, axes).items()}
     result = Parallel(list(parts.values()), model, groups, dtype, device)
-    twice = pipeline is not None and pipeline.schedule in SPLIT_BACKWARD
     for part in parts.values():
-        recompute(part.blocks, activation_checkpointing, twice)  # pyright: ignore[reportArgumentType]
+        recompute(part.blocks, activation_checkpointing, compile_blocks)  # pyright: ignore[reportArgumentType]
         if compile_blocks:
             for block in part.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 block.compile()

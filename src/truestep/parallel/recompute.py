@@ -14,12 +14,12 @@ aten = torch.ops.aten
 _KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 
 
-def recompute(blocks: Iterable[nn.Module], mode: str, backward_twice: bool) -> None:
+def recompute(blocks: Iterable[nn.Module], mode: str, compiled: bool) -> None:
     """Recompute blocks in the backward pass. "selective" keeps the results of matrix products and redoes the rest.
-    `backward_twice`: the backward passes of inputs and of weights run apart, and each computes a block again."""
+    `compiled`: the blocks will be, and the compiler knows torch's own way of keeping only."""
     if mode == "none":
         return
-    selective = _contexts_for_two if backward_twice else partial(create_selective_checkpoint_contexts, _keep_products)
+    selective = partial(create_selective_checkpoint_contexts, _keep_products) if compiled else _contexts
     options = {} if mode == "full" else {"context_fn": selective}
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
@@ -29,8 +29,9 @@ def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts_for_two() -> tuple["_Keep", "_Recall"]:
-    """Like torch's own, whose results can be used in one backward pass only."""
+def _contexts() -> tuple["_Keep", "_Recall"]:
+    """Unlike torch's own, for blocks that run backward twice (zero-bubble pipelines do inputs and weights apart), and
+    that do something else besides when they are computed again (routers count their tokens once)."""
     kept: dict[Any, list[torch.Tensor]] = defaultdict(list)
     return _Keep(kept), _Recall(kept)
 

@@ -66,7 +66,8 @@ class Found:
 
 @dataclass
 class Report:
-    """Largest relative differences of one composition, each with where it is. `excess` is by how many times a gradient
+    """Largest relative differences of one composition, each with where it is: of a gradient of the first step, of a
+    weight, loss or norm after all steps. `excess` is by how many times a gradient, a loss or the norm of the first step
     is further off than it may be. `same_bits`: what was saved on this mesh and loaded on another is the same; None
     where that was not tried."""
 
@@ -74,7 +75,6 @@ class Report:
     gradient: tuple[float, str] = (0.0, "")
     excess: tuple[float, str] = (0.0, "")
     weight: tuple[float, str] = (0.0, "")
-    figures: tuple[float, str] = (0.0, "")
     same_bits: bool | None = None
 
     def faults(self) -> list[str]:
@@ -82,12 +82,10 @@ class Report:
         kind = self.composition.precision
         found = []
         if not self.excess[0] <= 1:
-            found.append(f"gradient: {self.excess[1]} is off by {self.excess[0]:.3g} times as much as is allowed")
-        later = WEIGHT[self.composition.optimizer][kind]
-        for what, bound in (("figures", GRADIENT[kind]), ("weight", later)):
-            error, where = getattr(self, what)
-            if not error <= bound:
-                found.append(f"{what}: {where} is off by {error:.2e}, and {bound:.0e} is allowed")
+            found.append(f"first step: {self.excess[1]} is off by {self.excess[0]:.3g} times as much as is allowed")
+        error, where = self.weight
+        if not error <= (bound := WEIGHT[self.composition.optimizer][kind]):
+            found.append(f"afterwards: {where} is off by {error:.2e}, and {bound:.0e} is allowed")
         if self.same_bits is False:
             found.append("checkpoint: other bits after it was loaded on another mesh")
         return found
@@ -113,20 +111,20 @@ def check(
 
 def compare(one: Composition, found: Found, wanted: list[oracle.Step]) -> Report:
     gradients = errors(found.gradients, wanted[0].gradients)
-    bound = GRADIENT[one.precision]
-    rounding = oracle.rounding(one) if one.precision == "float32" and worst(gradients)[0] > bound else {}
-    excess = {name: error / max(bound, ROUNDING * rounding.get(name, 0.0)) for name, error in gradients.items()}
     figures = [
         {
-            f"loss of step {step}": _figure(found.losses[step], want.loss),
-            f"nll of step {step}": _figure(found.nlls[step], want.nll),
-            f"norm of step {step}": _figure(found.norms[step], want.norm),
+            "loss": _figure(found.losses[step], want.loss),
+            "nll": _figure(found.nlls[step], want.nll),
+            "norm": _figure(found.norms[step], want.norm),
         }
         for step, want in enumerate(wanted)
     ]
-    later = {name: error for step in figures[1:] for name, error in step.items()}
+    first, bound = gradients | figures[0], GRADIENT[one.precision]
+    rounding = oracle.rounding(one) if one.precision == "float32" and worst(first)[0] > bound else {}
+    excess = {name: error / max(bound, ROUNDING * rounding.get(name, 0.0)) for name, error in first.items()}
+    later = {f"{name} of step {step}": error for step, named in enumerate(figures) for name, error in named.items()}
     weights = errors(found.weights, wanted[-1].weights)
-    return Report(one, worst(gradients), worst(excess), worst(weights | later), worst(figures[0]))
+    return Report(one, worst(gradients), worst(excess), worst(weights | later))
 
 
 def errors(found: Whole, wanted: Whole) -> dict[str, float]:

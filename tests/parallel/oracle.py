@@ -184,18 +184,26 @@ def _update(router: Router, counts_E: torch.Tensor) -> None:
 
 
 def rounding(one: Composition) -> dict[str, float]:
-    """What plain float32 autograd makes of each gradient of the first step at its worst over ORDERS orders of the rows:
-    the largest error relative to the largest element. Where sums cancel, this is far above the spacing of floats."""
-    first = next(train(one, 1))
-    exact, batch = first.gradients, global_batch(one, 0, first.attempt)
-    worst = dict.fromkeys(exact, 0.0)
+    """What plain float32 autograd makes of each gradient of the first step, of its losses and of the norm, at its worst
+    over ORDERS orders of the rows: the largest error relative to the largest element. Where sums cancel, this is far
+    above the spacing of floats."""
+    exact = next(train(one, 1))
+    batch = global_batch(one, 0, exact.attempt)
+    wanted = exact.gradients | _figures(exact.loss, exact.nll, exact.norm)
+    worst = dict.fromkeys(wanted, 0.0)
     for order in range(ORDERS):
         rows = torch.randperm(one.rows, generator=torch.Generator().manual_seed(order))
         model = whole_model(one, torch.float32)
         losses = run(model, Batch(*(getattr(batch, f.name)[rows] for f in fields(batch))), one)
-        for name, grad in _gradients(model, losses.total).items():
-            worst[name] = max(worst[name], relative(grad, exact[name]))
+        grads = _gradients(model, losses.total)
+        norm = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
+        found = grads | _figures(losses.reported.item(), losses.nll.item(), norm)
+        worst = {name: max(error, relative(found[name], wanted[name])) for name, error in worst.items()}
     return worst
+
+
+def _figures(loss: float, nll: float, norm: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(x, dtype=torch.float64) for name, x in (("loss", loss), ("nll", nll), ("norm", norm))}
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:

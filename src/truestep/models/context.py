@@ -17,6 +17,7 @@ import torch
 
 from truestep.errors import UserError
 from truestep.models.attention import Mask, attend, kv_share, row_mask
+from truestep.models.router import is_recomputation
 from truestep.numerics.axis import Axes, Axis, gathered, summed_part
 
 
@@ -89,13 +90,15 @@ class _Whole(torch.autograd.Function):
 
 class _Release(torch.autograd.Function):
     """Identity on `mixed`. The memory of `whole` is given back once attention has used it and filled anew before the
-    backward pass of attention, so that between the two a rank holds keys and values of its own tokens only."""
+    backward pass of attention, so that between the two a rank holds keys and values of its own tokens only. What is
+    recomputed is used at once, and stays."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, axes: Axes) -> torch.Tensor:
         ctx.save_for_backward(own, whole)
         ctx.axes, ctx.num_bytes = axes, whole.untyped_storage().nbytes()
-        whole.untyped_storage().resize_(0)
+        if not is_recomputation():
+            whole.untyped_storage().resize_(0)
         return mixed.view_as(mixed)
 
     @staticmethod

@@ -73,6 +73,7 @@ def state(
     steps=100,
     seed=1,
     model=None,
+    numerics=None,
     **machine,
 ) -> TrainState:
     given = {"name": "tiny", "data": "x", "context": CONTEXT, "tokens": 10_000, "batch_tokens": ROWS * CONTEXT}
@@ -90,6 +91,7 @@ def state(
         precision=precision,
         seed=seed,
         steps=steps,
+        numerics=numerics,
     )
 
 

@@ -157,8 +157,9 @@ class Attention(Parted):
         x_BTD = self.tp.gather(x_BTD, 1)
         q_BTHK = given.rope.rotate(self._heads(self.q(x_BTD), self.q_norm))
         k_BTGK, v_BTGK = self._heads(self.k(x_BTD), self.k_norm), self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
-        if self.norm_whole and self.kv_heads is not None:
-            k_BTGK = k_BTGK[:, :, self.kv_heads]
+        if self.kv_heads is not None:
+            k_BTGK = k_BTGK if self.k.rows else k_BTGK[:, :, self.kv_heads]
+            v_BTGK = v_BTGK if self.v.rows else v_BTGK[:, :, self.kv_heads]
         q, k, v = (y.transpose(1, 2) for y in (q_BTHK, given.rope.rotate(k_BTGK), v_BTGK))
         if given.cache is not None:
             k, v = given.cache.append(self.layer, k, v)

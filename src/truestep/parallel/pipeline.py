@@ -77,7 +77,7 @@ class Pipeline:
     def run(
         self, batches: list[Batch], heads: list[Head], factor: float, begin: Callable[[int], None]
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Forward and backward of all microbatches. On the rank with the last part, what each head returned (a loss
+        """Forward and backward of all microbatches; `begin` says which one is next. On the rank with the last part, what each head returned (a loss
         sum and metrics) by microbatch; elsewhere nothing. The schedule may ask for more microbatches than there are:
         `batches` then holds padding at its end."""
         order = orders(self.schedule, self.axis.size, self.per_rank, len(batches))[self.axis.rank]
@@ -97,6 +97,7 @@ class Pipeline:
             elif action.what in ("RECV_F", "RECV_B"):
                 self._receive(action, batch)
             elif factor:
+                begin(action.microbatch)
                 self._backward(action, factor)
         for part in self.parts.values():
             _release(part)

@@ -7,6 +7,7 @@ from truestep.imports import is_import_path
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.check_mesh import mesh_problems
 from truestep.recipe.check_model import model_problems
+from truestep.recipe.check_numerics import numerics_problems
 from truestep.recipe.data import SOURCES, DataSection
 from truestep.recipe.digests import canonical
 from truestep.recipe.dump import toml
@@ -30,6 +31,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _batch(stage, at, recipe)
         yield from _schedule(stage, at)
         yield from _gate(stage, at, recipe)
+    yield from numerics_problems(recipe.numerics, recipe.model)
     yield from _machine(recipe)
 
 

@@ -3,6 +3,7 @@
 from truestep.recipe.data import DataSection, TokenizerSection
 from truestep.recipe.machine import Checkpoint, Ledger, Machine, Run
 from truestep.recipe.model import ModelSection
+from truestep.recipe.numerics import Numerics
 from truestep.recipe.section import Section, field
 from truestep.recipe.stage import Stage
 
@@ -17,6 +18,7 @@ class Recipe(Section):
     tokenizer: TokenizerSection = field(TokenizerSection(), help="how text becomes ids", digest="what")
     data: dict[str, DataSection] = field({}, help="corpora by name", digest="what")
     stages: list[Stage] = field(help="what is done, in order", min_length=1, digest="what")
+    numerics: Numerics = field(Numerics(), help="sums and number formats", digest="what")
     machine: Machine = field(Machine(), help="where and how it runs", digest="where")
     checkpoint: Checkpoint = field(Checkpoint(), help="saving of training state", digest="where")
     ledger: Ledger = field(Ledger(), help="what the card records", digest="where")

@@ -60,6 +60,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         precision=precision,
         seed=recipe.run.seed,
         steps=schedule.steps,
+        numerics=recipe.numerics,
     )
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)

@@ -18,7 +18,9 @@ from truestep.parallel.mesh import resolve
 from truestep.parallel.model import Parallel
 from truestep.plan.split import stage_layers
 from truestep.recipe.machine import Machine
+from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
+from truestep.train.low_precision import compute_low
 from truestep.train.state import TrainState
 
 HEAD_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -36,6 +38,7 @@ def build(
     precision: str,
     seed: int,
     steps: int,
+    numerics: Numerics | None = None,
 ) -> TrainState:
     """`model` lies on the meta device; `fill(model, pieces)` gives the pieces that this rank holds their first values.
 
@@ -56,6 +59,9 @@ def build(
         context=machine.context,
         pipeline=pipeline_settings(model, machine, degrees.pp, stage.context),
     )
+    numerics = numerics or Numerics()
+    if numerics.low_precision is not None:
+        compute_low(parallel, numerics.low_precision, machine.context, stage.context, seed)
     chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
     return assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
 

@@ -1,4 +1,4 @@
-"""What a step does for routers of experts: it tells them the size of the global batch, and gathers what they counted."""
+"""What a step does for routers of experts: the size of the global batch goes in, what they counted comes out."""
 
 from collections.abc import Sequence
 from typing import Any

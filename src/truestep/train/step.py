@@ -63,7 +63,10 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     divisor = job.all_sum([sum(weights)])[0] if state.own_weight else num_targets
 
     def begin(index: int) -> None:
-        torch.manual_seed(stream(state.seed, state.step, index * groups.data_size + groups.data_rank))
+        number = index * groups.data_size + groups.data_rank
+        torch.manual_seed(stream(state.seed, state.step, number))
+        if parallel.draws is not None:
+            parallel.draws.begin(state.step, number)
 
     def loss_of(batch: Batch) -> Any:
         return partial(head_loss, state.loss, batch)

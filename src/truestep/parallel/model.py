@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from truestep.numerics.axis import Axis
 from truestep.numerics.batch import Batch
+from truestep.numerics.low_precision.draws import Draws
 from truestep.numerics.pieces import Piece, piece_of
 from truestep.parallel.groups import Groups
 from truestep.parallel.layout import Place
@@ -83,6 +84,7 @@ class Parallel:
     probe: NormProbe = field(default_factory=NormProbe)
     pipeline: Pipeline | None = None
     mirror: Mirror | None = None
+    draws: Draws | None = None
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
     _metric_names: list[str] | None = None
 

@@ -99,7 +99,7 @@ def cuda_kernels(wanted: bool) -> Iterator[None]:
 class _Norms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.nn.functional.rms_norm and isinstance(args[0], FakeTensor):
-            return _FusedNorm.apply(args[0], args[2])
+            return _FusedNorm.apply(args[0], (kwargs or {})["weight"])  # as torch hands it on, whoever calls
         return func(*args, **(kwargs or {}))
 
 

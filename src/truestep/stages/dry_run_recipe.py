@@ -11,6 +11,7 @@ import torch
 from truestep.errors import UserError
 from truestep.models.build import build_model
 from truestep.numerics.fake import cuda_kernels, fake_memory, fake_mode, fake_tensors
+from truestep.parallel.experts import place_experts
 from truestep.parallel.mesh import Limits, resolve
 from truestep.plan.split import stage_layers, stages_of_rank
 from truestep.recipe.batch_schedule import BatchSchedule
@@ -22,6 +23,7 @@ from truestep.recipe.stage import Stage
 from truestep.stages.dry_run import StepCost, costs_of_steps, fake_job, whole_rows
 from truestep.stages.dry_run_scale import Series, carried_on, series_of_layers, series_of_microbatches
 from truestep.train.build import HEAD_CHUNK_TOKENS, build
+from truestep.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -117,17 +119,21 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
     series = series_of_microbatches(count, case.machine.pipeline, degrees.pp)
     rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context)
     with fake_job(rank, degrees.world) as here, cuda_kernels(case.device == "cuda"):
-        make = partial(
-            build,
-            case.stage,
-            build_model(model, model.vocab_size),
-            lambda model, pieces: None,
-            job=here,
-            machine=case.machine.model_copy(update={"device": "cpu"}),
-            precision=case.precision,
-            seed=0,
-            steps=2,
-        )
+
+        def make() -> TrainState:
+            state = build(
+                case.stage,
+                build_model(model, model.vocab_size),
+                lambda model, pieces: None,
+                job=here,
+                machine=case.machine.model_copy(update={"device": "cpu"}),
+                precision=case.precision,
+                seed=0,
+                steps=BatchSchedule.of(case.stage).steps,
+            )
+            for part in state.parallel.parts:
+                place_experts(part, state.parallel.groups.axes.ep, forced_balance=True)
+            return state
 
         def costs(counts: Sequence[int]) -> list[StepCost]:
             return costs_of_steps(

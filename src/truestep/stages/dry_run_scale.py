@@ -15,7 +15,9 @@ from truestep.stages.dry_run import StepCost, Traffic
 
 def carried_on(costs: Sequence[StepCost], further: int) -> StepCost | None:
     """Of costs at equal distances, the one that lies `further` such distances behind the last; None where they do not
-    lie on a line, or the least of them not at the peak of the same moment."""
+    lie on a line, as when their peaks are at different moments."""
+    if further == 0:
+        return costs[-1]
     numbers = [_numbers(cost) for cost in costs]
     keys = numbers[-1].keys()
     if any(one.keys() != keys for one in numbers):

@@ -7,8 +7,8 @@ the logits are x = c·tanh(u / c) of the products u, and du = dx·(1 - (x / c)²
 Both gradients are made in the forward pass, while a chunk's logits exist: three matrix products as in the plain loss,
 but never more than `chunk_tokens` rows of logits. (Making them in the backward pass would need a fourth product.)
 
-Where the rows of the output matrix are split over an axis, each of its ranks has the logits of its own rows; only Z, the
-largest logit and the label's are shared. Every rank ends with the same sums, and with its share of the gradients.
+Where the rows of the output matrix are split over an axis, each of its ranks has the logits of its own rows; only Z,
+the largest logit and the label's are shared. Every rank ends with the same sums, and its share of the gradients.
 """
 
 from dataclasses import dataclass

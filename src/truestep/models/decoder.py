@@ -53,12 +53,14 @@ class Decoder(nn.Module):
 
     A part of a model (`keep`) has some of the blocks; the first part alone embeds tokens, the last alone has the norm
     and the head. The tied table of a last part that is not the first as well is its own tensor, `head_mirror`: whoever
-    cuts a model up keeps it equal to the table of the first part.
+    cuts a model up keeps it equal to the table of the first part. `second_use`: what a tied table goes through before
+    it serves as the head, for whoever keeps the gradients of the two uses apart.
     """
 
     embed: nn.Embedding | None
     norm: RMSNorm | None
     backward_twice = False
+    second_use: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, section: ModelSection):
         super().__init__()
@@ -156,7 +158,9 @@ class Decoder(nn.Module):
         """This rank's rows of the output matrix."""
         if not self.section.tie_embeddings:
             return self.head.weight
-        return self.head_mirror if self.embed is None else self.embed.weight
+        if self.embed is None:
+            return self.head_mirror
+        return self.embed.weight if self.second_use is None else self.second_use(self.embed.weight)
 
     def roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""

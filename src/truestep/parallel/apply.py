@@ -32,6 +32,9 @@ from truestep.parallel.schedule import SPLIT_BACKWARD, parts_of_rank, rank_of_pa
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Context
 
+TABLE = "embed.weight"
+"""Name of the table that a tied head uses too."""
+
 Fill = Callable[[nn.Module, dict[str, Piece]], None]
 
 
@@ -77,12 +80,14 @@ def parallelize(
     reshard_after_forward: bool = True,
     pipeline: PipelineSettings | None = None,
     context: Context | None = None,
+    reduces_itself: bool = False,
 ) -> Parallel:
     """Split and shard `model` (on the meta device), give it memory on `device` and have `fill(model, pieces)` fill the
     pieces of its parameters in place.
 
     Gradients are *summed* over ranks (divisor 1): the step has divided each microbatch's loss by the weight of the
-    whole global batch. Compute is in `dtype`; parameters, gradients and reductions stay at least fp32.
+    whole global batch. Compute is in `dtype`; parameters, gradients and reductions stay at least fp32. With
+    `reduces_itself` replicas are sharded by FSDP2 too (over one rank each), whose reductions can be taken over.
     """
     groups = make_groups(degrees, device, context)
     axes = {"tp": groups.axes.tp, "ep": groups.axes.ep}
@@ -102,7 +107,7 @@ def parallelize(
             for block in part.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 block.compile()
     experts = {name for name, split in splits.items() if split.axis == "ep"}
-    replicates = degrees.dp_replicate == degrees.world > 1 and not experts
+    replicates = degrees.dp_replicate == degrees.world > 1 and not experts and not reduces_itself
     if replicates:
         whole = places(regions, splits, Groups(degrees), ()).items()  # DDP leaves nothing to be summed
         result.places = {name: Place(place.region, groups.world.rank == 0, place.missing) for name, place in whole}
@@ -150,7 +155,7 @@ def _lay_pipeline(
     if settings.tied:
         last = len(settings.layers) - 1
         rank_of = rank_of_part(settings.schedule, groups.pp.size, settings.per_rank)
-        owner = parts[0].get_parameter("embed.weight") if 0 in parts else None
+        owner = parts[0].get_parameter(TABLE) if 0 in parts else None
         copy = parts[last].get_parameter(MIRROR) if last in parts else None
         result.mirror = Mirror(owner, copy, groups.pp, (rank_of(0), rank_of(last)))
         result.updated()

@@ -17,9 +17,9 @@ from truestep.recipe.machine import Context
 
 @dataclass(frozen=True)
 class Groups:
-    """A rank's groups. `dense` and `expert` are meshes (dp_replicate, shard) of FSDP2 for weights of each kind. `stage`:
-    all ranks of this rank's pipeline stage, which see all data between them. `across`: those of them that see other
-    data for the same part of weights that tp splits. A job of one rank has no groups."""
+    """A rank's groups. `dense` and `expert` are meshes (dp_replicate, shard) of FSDP2 for weights of each kind.
+    `stage`: all ranks of this rank's pipeline stage, which see all data between them. `across`: those of them that see
+    other data for the same part of weights that tp splits. A job of one rank has no groups."""
 
     degrees: Degrees
     axes: Axes = field(default_factory=Axes)

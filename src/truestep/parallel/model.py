@@ -135,13 +135,13 @@ class Parallel:
 
     def run(
         self, batches: list[Batch], loss_of: LossOf, factor: float, begin: Callable[[int], None]
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
         """Forward and backward of every microbatch, each loss sum times `factor`. `begin(index)` is called before each.
-        Returns the loss sums and the sums of the metrics; they are zero where this rank does not count."""
+        Returns the loss sums and the metrics by microbatch; they are zero where this rank does not count."""
         if self.pipeline is not None:
             return self._run_pipeline(self.pipeline, batches, loss_of, factor, begin)
         sums: list[torch.Tensor] = []
-        metrics: dict[str, torch.Tensor] = {}
+        metrics: dict[str, list[torch.Tensor]] = {}
         for index, batch in enumerate(batches):
             begin(index)
             batch = batch.to(self.device)
@@ -152,12 +152,13 @@ class Parallel:
                     (loss_sum * factor).backward()
             self.probe.next_microbatch()
             sums.append(loss_sum.detach() * self.counts)
-            metrics = {name: value.detach() * self.counts + metrics.get(name, 0) for name, value in extra.items()}
+            for name, value in extra.items():
+                metrics.setdefault(name, []).append(value.detach() * self.counts)
         return sums, metrics
 
     def _run_pipeline(
         self, pipeline: Pipeline, batches: list[Batch], loss_of: LossOf, factor: float, begin: Callable[[int], None]
-    ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], dict[str, list[torch.Tensor]]]:
         missing = pipeline.padded(len(batches)) - len(batches)
         moved = [batch.to(self.device) for batch in batches]
         moved += [batches[0].without_targets().to(self.device)] * missing
@@ -170,9 +171,10 @@ class Parallel:
             self._metric_names = told[0]
         named = self._metric_names or []
         if not found:
-            return [zero] * len(batches), dict.fromkeys(named, zero)
-        sums = [loss_sum * self.counts for loss_sum, _ in found[: len(batches)]]
-        return sums, {name: sum((extra[name].detach() for _, extra in found), zero) * self.counts for name in named}
+            return [zero] * len(batches), {name: [zero] * len(batches) for name in named}
+        found = found[: len(batches)]  # padding adds nothing
+        sums = [loss_sum * self.counts for loss_sum, _ in found]
+        return sums, {name: [extra[name].detach() * self.counts for _, extra in found] for name in named}
 
     def own_part(self, batch: Batch) -> Batch:
         """The places of a microbatch's rows that this rank computes."""

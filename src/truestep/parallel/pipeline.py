@@ -77,8 +77,9 @@ class Pipeline:
     def run(
         self, batches: list[Batch], heads: list[Head], factor: float, begin: Callable[[int], None]
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Forward and backward of all microbatches; `begin` says which one is next. On the rank with the last part, what each head returned (a loss
-        sum and metrics) by microbatch; elsewhere nothing. The schedule may ask for more microbatches than there are:
+        """Forward and backward of all microbatches; `begin` says which one is next. On the rank with the last part,
+        what each head returned (a loss sum and metrics) by microbatch; elsewhere nothing. The schedule may ask for more
+        microbatches than there are:
         `batches` then holds padding at its end."""
         order = orders(self.schedule, self.axis.size, self.per_rank, len(batches))[self.axis.rank]
         assert order.num_microbatches == len(batches), "pad the microbatches first"

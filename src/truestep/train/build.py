@@ -3,6 +3,9 @@
 Here the model and the mesh are introduced to each other; neither knows the other elsewhere.
 """
 
+from collections import ChainMap
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -10,10 +13,14 @@ from truestep.imports import is_import_path
 from truestep.losses.base import open_loss
 from truestep.models.decoder import Decoder
 from truestep.numerics.precision import DTYPES
+from truestep.numerics.uses import as_use
 from truestep.optim.build import build_optimizer
 from truestep.optim.scaler import LossScaler
-from truestep.parallel.apply import Fill, PipelineSettings, parallelize
+from truestep.parallel.apply import TABLE, Fill, PipelineSettings, Splittable, parallelize
+from truestep.parallel.exact import Exact
+from truestep.parallel.exact_model import reduce_exactly
 from truestep.parallel.job import Job
+from truestep.parallel.layout import layouts
 from truestep.parallel.mesh import resolve
 from truestep.parallel.model import Parallel
 from truestep.plan.split import stage_layers
@@ -46,6 +53,9 @@ def build(
     """
     if precision == "float64":
         model = model.double()
+    numerics = numerics or Numerics()
+    exact = numerics.reduction == "exact"
+    names = [name for name, _ in model.named_parameters()]
     degrees = resolve(machine.mesh, job.world)
     parallel = parallelize(
         model,
@@ -58,12 +68,27 @@ def build(
         reshard_after_forward=machine.reshard_after_forward,
         context=machine.context,
         pipeline=pipeline_settings(model, machine, degrees.pp, stage.context),
+        reduces_itself=exact,
     )
-    numerics = numerics or Numerics()
     if numerics.low_precision is not None:
         compute_low(parallel, numerics.low_precision, machine.context, stage.context, seed)
     chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
-    return assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
+    state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
+    if exact:
+        state.exact = make_exact(parallel, names, job)
+    return state
+
+
+def make_exact(parallel: Parallel, names: list[str], job: Job) -> Exact:
+    """Let all sums of gradients be exact. `names`: of the whole model's parameters. A table that is the head's as well
+    has two uses, whose gradients are rounded apart."""
+    part = parallel.parts[0]
+    tied = TABLE if isinstance(part, Decoder) and part.section.tie_embeddings else None
+    exact = reduce_exactly(parallel, names, job.control, tied=tied, once_a_step=parallel.pipeline is not None)
+    for part in parallel.parts:
+        if tied and isinstance(part, Decoder) and part.embed is not None and part.norm is not None:
+            part.second_use = partial(as_use, sink=exact.sink(TABLE))
+    return exact
 
 
 def assemble(
@@ -71,12 +96,14 @@ def assemble(
 ) -> TrainState:
     """Optimizer, loss and scaler around a parallel model."""
     roles = {name: role for part in parallel.parts for name, role in part.roles().items()}  # pyright: ignore[reportCallIssue]
+    splits = [part.splits() for part in parallel.parts if isinstance(part, Splittable)]
     optimizer = build_optimizer(
         parallel.named_parameters().items(),
-        parallel.locals(),
         roles,
         stage.optim,
-        replicas=parallel.replica_group,
+        local_params=parallel.locals(),
+        layouts=layouts(parallel.named_parameters(), parallel.places, dict(ChainMap(*splits)), parallel.groups),
+        group=parallel.groups.stage.group,
     )
     return TrainState(
         job=job,

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
@@ -13,6 +14,7 @@ from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.sentinel.finite import Verdict
 from truestep.train.evaluate import HeldOut
+from truestep.train.profile import StepProfiler
 from truestep.train.state import TrainState
 from truestep.train.step import StepResult, train_step
 from truestep.train.stop import StopSignal
@@ -51,6 +53,7 @@ class Loop:
     evaluate: Callable[[bool], HeldOut] | None = None
     evaluate_every: int = 0
     evaluate_data: str | None = None
+    profiler: StepProfiler | None = None
     failures: int = 0
     figures: HeldOut | None = None
     _saved_at: float = field(default_factory=time.monotonic)
@@ -64,10 +67,13 @@ class Loop:
             for step, batches, num_targets in self.feed:
                 fetched = time.perf_counter()
                 due = state.job.first and self._due()
-                result = train_step(state, batches, num_targets, [float(stop.asked), float(due)])
+                with self.profiler.step() if self.profiler else nullcontext():
+                    result = train_step(state, batches, num_targets, [float(stop.asked), float(due)])
                 self._count(step, num_targets)
                 ended = time.perf_counter()
                 self._record(step, result, ended - began, fetched - began)
+                if self.profiler and self.profiler.finished:
+                    self._end_profile()
                 stopping, saving = (answer > 0 for answer in result.agreed)
                 if self.evaluate_every and state.step % self.evaluate_every == 0 and state.step < state.steps:
                     self.held_out(last=False)
@@ -75,13 +81,38 @@ class Loop:
                     self.save(wait=False)
                 self._settle()
                 if stopping and state.step < state.steps:
+                    self._end_profile()
                     self.save(wait=True)
                     return "stopped"
                 began = time.perf_counter()
+        self._end_profile()
         if self.evaluate is not None:
             self.held_out(last=True)
         self.save(wait=True)
         return "done"
+
+    def _end_profile(self) -> None:
+        """Record what profiled steps show, if there were any: of this rank, and the worst over all."""
+        if self.profiler is None:
+            return
+        found, self.profiler = self.profiler.close(), None
+        if found is None:
+            return
+        worst = self.state.job.all_max([found.all.communication_s, found.all.exposed_s])
+        if self.log:
+            self.log.append(
+                "profile",
+                stage=self.stage,
+                step=self.state.step,
+                steps=found.steps,
+                step_s=found.step_s,
+                compute_s=found.compute_s,
+                communication_s=found.all.communication_s,
+                exposed_s=found.all.exposed_s,
+                groups={name: asdict(exposure) for name, exposure in found.groups.items()},
+                worst_communication_s=worst[0],
+                worst_exposed_s=worst[1],
+            )
 
     def held_out(self, *, last: bool) -> None:
         """Evaluate; the last time on all held-out rows."""

@@ -11,6 +11,7 @@ from truestep.losses.base import Loss
 from truestep.numerics.pieces import Piece, piece_of
 from truestep.optim.named import NamedOptimizer
 from truestep.optim.scaler import LossScaler
+from truestep.parallel.exact import Exact
 from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
 from truestep.recipe.stage import Optim
@@ -30,6 +31,7 @@ class TrainState:
     scaler: LossScaler
     steps: int
     seed: int
+    exact: Exact | None = None
     own_weight: bool = False
     step: int = 0
     updates: int = 0
@@ -48,7 +50,9 @@ class TrainState:
             for name, states in self.optimizer.state_by_param().items()
             for key, value in states.items()
         }
-        return {f"model.{name}": piece for name, piece in model.items()} | optimizer
+        kept = {} if self.exact is None else self.exact.state_tensors()
+        scales = {name: piece_of(value).owned_if(self.job.first) for name, value in kept.items()}
+        return {f"model.{name}": piece for name, piece in model.items()} | optimizer | scales
 
     def extra(self) -> dict[str, Any]:
         """The rest of the state, as JSON. Random streams are derived from the seed, which is their state."""

@@ -17,7 +17,8 @@ from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.optim.clip import clip_
 from truestep.optim.schedule import factor
 from truestep.sentinel.finite import Verdict, judge
-from truestep.train.routing import begin_routing, end_routing, has_routers
+from truestep.train.gradients import gradient
+from truestep.train.routing import end_routing, has_routers
 from truestep.train.state import TrainState
 
 
@@ -71,21 +72,13 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     def loss_of(batch: Batch) -> Any:
         return partial(head_loss, state.loss, batch)
 
-    if routes := has_routers(state):
-        begin_routing(state, batches, scale)
-    sums, metrics = parallel.run(batches, loss_of, scale / divisor if divisor else 0.0, begin)
-    parallel.complete_gradients()
-    grads = parallel.hand_over_gradients()
-    state.scaler.unscale_(grads)
-    norm = parallel.grad_norm()
-    shards = list(zip(torch.stack(sums).double().tolist(), weights, _norms(parallel, scale, len(batches))))
-    total, *rest = job.all_sum([sum(s for s, _, _ in shards), *(float(v) for v in metrics.values()), *questions])
-    loss = total / divisor if divisor else 0.0
-    verdict = judge(loss, norm.item(), scaled=state.scaler.enabled) if divisor else Verdict.SKIP
+    found = gradient(state, batches, loss_of, scale / divisor if divisor else 0.0, begin, questions)
+    loss, norm = found.total / divisor if divisor else 0.0, found.norm.item()
+    verdict = judge(loss, norm, scaled=state.scaler.enabled) if divisor else Verdict.SKIP
 
     clip = 1.0
     if verdict is Verdict.GO:
-        clip = clip_(grads, norm, state.section.clip_norm).item()
+        clip = clip_(found.grads, found.norm, state.section.clip_norm).item()
         state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
         state.optimizer.step()
         parallel.updated()
@@ -94,10 +87,11 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         state.scaler.update(finite=verdict is Verdict.GO)
     parallel.zero_grad()
     state.step += 1
-    named = {name: value / (divisor or 1) for name, value in zip(metrics, rest)}
-    if routes:
-        named |= end_routing(state, update=verdict is Verdict.GO)
-    return StepResult(loss, norm.item(), clip, num_targets, verdict, shards, named, rest[len(metrics) :])
+    metrics = {name: value / (divisor or 1) for name, value in found.metrics.items()}
+    if has_routers(state):
+        metrics |= end_routing(state, update=verdict is Verdict.GO)
+    shards = list(zip(found.sums, weights, _norms(parallel, scale, len(batches))))
+    return StepResult(loss, norm, clip, num_targets, verdict, shards, metrics, found.agreed)
 
 
 def stream(seed: int, step: int, microbatch: int) -> int:

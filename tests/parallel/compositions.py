@@ -74,7 +74,7 @@ class Composition:
     experts: int = 4
     mla: str = "none"
     rows: int = 6
-    size: int = 1
+    size: int = 2
     context: int = 16
     documents: bool = False
     z_loss: bool = False
@@ -210,8 +210,8 @@ def draw(pick: Pick, mesh: dict[str, int]) -> Composition:
         bias=pick(["none", "qkv", "all"]),
         window=pick([0, 5]),
         softcap=pick([False, False, True]),
-        rows=pick([6, 5, 7]),
-        size=pick([2, 1, 3]),
+        rows=pick([6, 5]),
+        size=pick([2, 3]),
         context=pick([16, 24]),
         documents=pick([False, True]),
         z_loss=pick([False, True]),
@@ -246,7 +246,7 @@ def pairs(one: Composition) -> set[frozenset[str]]:
     return {frozenset(pair) for pair in combinations(sorted(features(one)), 2)}
 
 
-WORLDS = {1: 8, 2: 52, 3: 12, 4: 108, 6: 8, 8: 36}
+WORLDS = {1: 8, 2: 56, 3: 12, 4: 96, 6: 6, 8: 26}
 """How many of the fixed set run on how many ranks."""
 CANDIDATES = 12
 

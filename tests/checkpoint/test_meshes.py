@@ -68,7 +68,7 @@ def _from_mesh_to_mesh(rank, world, folder, meshes, options):
 
 @pytest.mark.parametrize(
     ("meshes", "options"),
-    [(DENSE, {}), (DENSE, {"tie_embeddings": True}), (EXPERTS, {"family": "mixtral", "moe": MOE})],
+    [(DENSE, {}), (DENSE[3:6:2], {"tie_embeddings": True}), (EXPERTS, {"family": "mixtral", "moe": MOE})],
     ids=["dense", "tied", "experts"],
 )
 def test_from_mesh_to_mesh(tmp_path, meshes, options):

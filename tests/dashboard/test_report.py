@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 
 from tests.runlog.made_up import Clock, MadeUpRun, full_run
+from truestep.dashboard.overlap import overlap_views
 from truestep.dashboard.plots import POINTS, Curves, plots, shard_spread
 from truestep.dashboard.report import write_report
 from truestep.errors import LogError, StorageError
-from truestep.runlog.log import RunLog, segments
+from truestep.runlog.log import RunLog, read, segments
 from truestep.runlog.metrics import read_metrics
 from truestep.runlog.records import Step
 
@@ -165,3 +166,27 @@ def test_a_long_run_stays_a_small_page_and_keeps_its_spikes(tmp_path):
     assert sum(len(plot.svg) for plot in drawn) < 40 * 5 * POINTS * 4
     heights = {float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", drawn[0].svg)}
     assert len(heights) > 2  # the spike is in the range that is drawn
+
+
+def test_exposed_communication_of_profiled_steps(tmp_path, clock):
+    """A step of 2 s: 1.2 s of compute, which hides 0.3 of 0.8 s in collectives; 0.3 s is neither."""
+    run = full_run(tmp_path, clock)
+    fields = {"stage": "base", "step": 4, "steps": 3, "step_s": 2.0, "compute_s": 1.2, "communication_s": 0.8}
+    groups = {"tp": {"communication_s": 0.8, "exposed_s": 0.5}}
+    worst = {"worst_communication_s": 0.9, "worst_exposed_s": 0.6}
+    run.log.append("profile", exposed_s=0.5, groups=groups, **fields, **worst)
+    run.end("finished")
+    text, _ = page_of(tmp_path)
+    assert "base: mean of 3 steps up to step 4, on rank 0" in text
+    (view,) = overlap_views(r.data for r in read(tmp_path) if r.kind == "profile")
+    assert {part["name"]: round(part["percent"], 6) for part in view.parts} == {
+        "compute": 45.0,
+        "compute that hides communication": 15.0,
+        "exposed communication": 25.0,
+        "neither": 15.0,
+    }
+    assert [(name, share) for name, _, _, share in view.rows] == [
+        ("all", "25.0%"),
+        ("most on any rank", "30.0%"),
+        ("tp", "25.0%"),
+    ]

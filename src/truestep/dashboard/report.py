@@ -9,6 +9,7 @@ import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from truestep.dashboard.overlap import overlap_views
 from truestep.dashboard.plots import Curves, Plot, plots, resumed_at
 from truestep.dashboard.status import Status, status
 from truestep.errors import LogError
@@ -20,7 +21,7 @@ from truestep.ledger.ledger import Account, Ledger, build_ledger
 from truestep.ledger.words import bare, count, duration, flat, power_of_ten, show
 from truestep.runlog.log import read, verify
 from truestep.runlog.metrics import read_metrics
-from truestep.runlog.records import Data, Eval, Gate, Model, Note, Sample, Yardstick
+from truestep.runlog.records import Data, Eval, Gate, Model, Note, Profile, Sample, Yardstick
 
 COLOURS = {
     "productive": "#2563eb",
@@ -88,6 +89,7 @@ def render(run_dir: Path | str) -> str:
         tiles=_tiles(now, ledger),
         stages=views,
         bars=_bars(ledger),
+        overlaps=overlap_views(r.data for r in history.records if isinstance(r.data, Profile)),
         columns=list(COLUMNS.values()),
         rows=_rows(ledger),
         corpora=list({r.data.name: _corpus(r.data) for r in history.records if isinstance(r.data, Data)}.values()),

@@ -46,6 +46,14 @@ class Job:
         dist.all_reduce(total, group=self.control)
         return total.tolist()
 
+    def all_max(self, values: list[float]) -> list[float]:
+        """The largest of float64 values over all ranks; the same result on every rank."""
+        if self.control is None:
+            return values
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
+        return largest.tolist()
+
     def agree(self, name: str, decide: Callable[[], Any]) -> Any:
         """Rank 0 calls `decide` (however long it takes) and every rank returns its JSON-able result.
 

@@ -155,6 +155,23 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Where the time of profiled steps went: mean seconds a step on rank 0, `worst_...` on the rank with most of it.
+    Communication is exposed while no compute of the same rank hides it; waiting for another rank is communication."""
+
+    stage: str
+    step: int  # the last of them
+    steps: int
+    step_s: float
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    groups: dict[str, dict[str, float]]  # axis of the mesh, or kind of collective -> communication_s, exposed_s
+    worst_communication_s: float | None = None
+    worst_exposed_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A model was written."""
 
@@ -230,6 +247,7 @@ KINDS: dict[str, type] = {
     "resume": Resume,
     "skip": Skip,
     "phase": Phase,
+    "profile": Profile,
     "model": Model,
     "gate": Gate,
     "yardstick": Yardstick,

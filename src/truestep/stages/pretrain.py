@@ -37,6 +37,7 @@ from truestep.storage.store import open_store
 from truestep.train.build import build
 from truestep.train.evaluate import HeldOut, Text, evaluate
 from truestep.train.loop import Loop
+from truestep.train.profile import StepProfiler
 from truestep.train.state import TrainState
 
 
@@ -96,6 +97,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate=measure,
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
+        profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
     )
     corpora.record(context)
     context.progress.begin(stage.name, state.step, state.steps)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from truestep.train.intervals import Interval, length, union, within, without
@@ -113,7 +114,7 @@ class StepProfiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the library says on stderr when it starts and stops
         cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         # gloo works in threads of its own, whose spans are recorded only if all threads are
-        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        every_thread = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *cuda],
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),

@@ -85,6 +85,7 @@ class Parallel:
     pipeline: Pipeline | None = None
     mirror: Mirror | None = None
     draws: Draws | None = None
+    after_backward: Callable[[], None] | None = None
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
     _metric_names: list[str] | None = None
 
@@ -126,7 +127,7 @@ class Parallel:
     def microbatch(self, last: bool) -> AbstractContextManager:
         """Around forward and backward of one microbatch. Only the last one of a step crosses the replicate axis."""
         if isinstance(self.call, FSDPModule):
-            if self.groups.degrees.dp_replicate > 1:
+            if self.groups.degrees.dp_replicate > 1 and self.after_backward is None:
                 self.call.set_requires_all_reduce(last)
             return nullcontext()
         if isinstance(self.call, DistributedDataParallel) and not last:
@@ -150,6 +151,8 @@ class Parallel:
                     loss_sum, extra = forward(self.call, batch, loss_of(batch))
                 if factor:
                     (loss_sum * factor).backward()
+                    if self.after_backward is not None:
+                        self.after_backward()
             self.probe.next_microbatch()
             sums.append(loss_sum.detach() * self.counts)
             for name, value in extra.items():

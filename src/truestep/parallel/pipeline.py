@@ -4,7 +4,7 @@ Every rank of the pipeline has the rows themselves; only hidden states travel fo
 microbatch's loss sum is multiplied by the factor of the step and nothing else, whatever the number of microbatches.
 
 FSDP2 gathers the weights of a part once a step, keeps them, and reduces their gradients once, after the last backward
-pass (every microbatch, if `reduce_each`).
+pass. `after_backward` is called after that of each microbatch, for whoever takes gradients before they are summed.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class Pipeline:
     per_rank: int
     shape: Shape
     compute: Callable[[], AbstractContextManager]
-    reduce_each: bool = False
+    after_backward: Callable[[], None] | None = None
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     _results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -79,8 +79,7 @@ class Pipeline:
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
         """Forward and backward of all microbatches; `begin` says which one is next. On the rank with the last part,
         what each head returned (a loss sum and metrics) by microbatch; elsewhere nothing. The schedule may ask for more
-        microbatches than there are:
-        `batches` then holds padding at its end."""
+        microbatches than there are: `batches` then holds padding at its end."""
         order = orders(self.schedule, self.axis.size, self.per_rank, len(batches))[self.axis.rank]
         assert order.num_microbatches == len(batches), "pad the microbatches first"
         found: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
@@ -176,12 +175,8 @@ class Pipeline:
                 kept.given.grad = None
         if action.what != "I":
             del self._kept[key]
-            self._reduce(part)
-
-    def _reduce(self, part: nn.Module) -> None:
-        if self.reduce_each and isinstance(part, FSDPModule):
-            reduce_gradients(part)
-            _hold(part)
+            if self.after_backward is not None:
+                self.after_backward()
 
     def _take(self, direction: str, number: int, microbatch: int) -> torch.Tensor:
         """What came from the neighbouring part: over the wire, or, where it lies on this rank too, by hand."""

@@ -60,6 +60,19 @@ def test_muon_takes_the_matrices_and_adamw_the_rest():
     assert groups["decay"] == ["conv.weight", "head.weight"]
 
 
+def test_muon_takes_stacks_of_matrices_too():
+    named = [
+        ("experts.gate", torch.nn.Parameter(torch.ones(2, 3, 4))),
+        ("kernel", torch.nn.Parameter(torch.ones(2, 2, 2))),
+    ]
+    roles = {"experts.gate": Role.MATRIX, "kernel": Role.OTHER}
+    groups = param_groups(named, roles, Optim(kind="muon"))
+    assert [(group.name, group.elements, *dict(group.params)) for group in groups] == [
+        ("muon", 24, "experts.gate"),
+        ("decay", 8, "kernel"),
+    ]
+
+
 def test_frozen_parameters_are_left_out():
     named = parameters()
     dict(named)["fc.weight"].requires_grad_(False)

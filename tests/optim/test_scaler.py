@@ -1,13 +1,13 @@
 """Loss scaling: skipped steps are the same on all ranks and do not move the schedule."""
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
 
-from tests.dist import run_ranks
-from truestep.optim.clip import grad_norm
+from truestep.numerics.axis import Axis
+from truestep.numerics.pieces import Piece
 from truestep.optim.scaler import LossScaler
 from truestep.optim.schedule import factor
+from truestep.parallel.reduce import global_norm
 from truestep.recipe.stage import Schedule
 
 
@@ -46,21 +46,21 @@ def test_off_changes_nothing():
 
 
 def _ten_tries(rank: int, world: int) -> tuple[int, float, list[bool]]:
-    mesh = init_device_mesh("cpu", (world,))
+    axis = Axis("world", world, rank, dist.group.WORLD)
     scaler, taken, skipped = LossScaler(), 0, []
     for attempt in range(10):
         # The overflow is in one rank's shard only.
         bad = attempt in (2, 3, 7) and rank == attempt % world
         part = torch.tensor([float("inf") if bad else 1.0])
-        finite = bool(torch.isfinite(grad_norm([DTensor.from_local(part, mesh, [Shard(0)])])))
+        finite = bool(global_norm([Piece(part, (world,), (rank,))], axis, part.device).isfinite())
         scaler.update(finite)
         skipped.append(not finite)
         taken += finite
     return taken, scaler.scale, skipped
 
 
-def test_c23_overflow_skips_alike_on_all_ranks_and_the_schedule_waits():
-    results = run_ranks(_ten_tries, 2)
+def test_c23_overflow_skips_alike_on_all_ranks_and_the_schedule_waits(pool):
+    results = pool.run(_ten_tries, 2)
     assert results[0] == results[1]
     taken, scale, skipped = results[0]
     assert taken == 7 and scale == 2.0**13 and skipped == [i in (2, 3, 7) for i in range(10)]

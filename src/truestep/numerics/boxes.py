@@ -16,6 +16,18 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
 
+class Layout(NamedTuple):
+    """A tensor of `shape` over the ranks of a group: each one's box. It may be empty, or the same as another's."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+def whole(shape: Sequence[int], num_ranks: int = 1) -> Layout:
+    """Every rank holds all of it."""
+    return Layout(tuple(shape), (Box((0,) * len(shape), tuple(shape)),) * num_ranks)
+
+
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why the boxes are not an exact cover of a tensor of `shape`, as the rest of a sentence about it; or None."""
     volume = 0

@@ -6,7 +6,7 @@ from enum import StrEnum
 class Role(StrEnum):
     EMBEDDING = "embedding"  # token table, also when it is tied to the head
     HEAD = "head"  # untied output matrix
-    MATRIX = "matrix"  # 2-D weight of a linear map inside a block
+    MATRIX = "matrix"  # 2-D weight of a linear map inside a block, or 3-D of several (experts), stacked
     ROUTER = "router"  # matrix that scores experts
     NORM = "norm"  # scale of a normalisation
     BIAS = "bias"  # 1-D offset

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 import torch.distributed as dist
 
 from truestep.errors import UserError
 from truestep.imports import is_import_path, load_object
+from truestep.numerics.boxes import Layout, whole
 from truestep.numerics.precision import require_master
 from truestep.numerics.roles import Role
 from truestep.optim.groups import Group, Named, param_groups
@@ -21,15 +23,22 @@ OPTIMIZERS = ("adamw", "muon")
 
 def build_optimizer(
     named_params: Iterable[Named],
-    local_params: Mapping[str, torch.nn.Parameter],
     roles: Mapping[str, Role],
     section: Optim,
-    replicas: dist.ProcessGroup | None = None,
+    *,
+    local_params: Mapping[str, torch.nn.Parameter] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> NamedOptimizer:
-    """`local_params`: the same parameters as plain tensors of what this rank holds, over the same memory, for methods
-    that go element by element. `replicas`: the ranks that hold copies of parameters that are plain tensors (DDP), for sharing Muon's work;
-    DTensors bring their mesh. An optimizer of the user's own is called as factory(named_params, roles, lr=...,
-    **options) and returns a torch Optimizer over exactly those parameters."""
+    """`local_params`: the same parameters as plain tensors of what this rank holds, over the same memory; `layouts`:
+    where that lies in the whole parameters, on every rank of `group`. Without them, parameters are whole and this
+    process is alone.
+
+    An optimizer of the user's own is called as factory(named_params, roles, lr=..., **options) and returns a torch
+    Optimizer over exactly those parameters. They are the model's own: DTensors where FSDP2 shards them, and what is cut
+    by tensor or expert parallelism, or left out by a pipeline, is not there: such parameters are this rank's parts, and
+    their shapes are those of the parts. Gradients are complete sums; what goes beyond single elements (a norm, an
+    inverse) is the factory's to put together."""
     named_params = list(named_params)
     require_master(named_params)
     if is_import_path(section.kind):
@@ -40,9 +49,11 @@ def build_optimizer(
     if section.options:
         names = ", ".join(section.options)
         raise UserError(f"optim.options ({names}) would not be used by {section.kind!r}; remove them.")
-    groups = [_local(group, local_params) for group in param_groups(named_params, roles, section)]
+    local_params = dict(named_params) if local_params is None else local_params
+    layouts = {name: whole(param.shape) for name, param in named_params} if layouts is None else layouts
+    groups = [_local(some, local_params, layouts) for some in param_groups(named_params, roles, section)]
     makers: dict[str, Callable[[list[Group]], torch.optim.Optimizer]] = {
-        "muon": lambda some: _muon(some, section, replicas),
+        "muon": lambda some: _muon(some, section, layouts, group),
         "adamw": lambda some: _adamw(some, section),
     }
     parts = []
@@ -52,10 +63,10 @@ def build_optimizer(
     return NamedOptimizer(groups, parts)
 
 
-def _local(group: Group, local_params: Mapping[str, torch.nn.Parameter]) -> Group:
-    if group.method == "muon":
-        return group
-    return replace(group, params=[(name, local_params[name]) for name, _ in group.params])
+def _local(group: Group, local_params: Mapping[str, torch.nn.Parameter], layouts: Mapping[str, Layout]) -> Group:
+    names = [name for name, _ in group.params]
+    elements = sum(prod(layouts[name].shape) for name in names)
+    return replace(group, params=[(name, local_params[name]) for name in names], elements=elements)
 
 
 def _torch_groups(groups: Sequence[Group]) -> list[dict]:
@@ -65,13 +76,16 @@ def _torch_groups(groups: Sequence[Group]) -> list[dict]:
     ]
 
 
-def _muon(groups: Sequence[Group], section: Optim, replicas: dist.ProcessGroup | None) -> Muon:
+def _muon(
+    groups: Sequence[Group], section: Optim, layouts: Mapping[str, Layout], ranks: dist.ProcessGroup | None
+) -> Muon:
     return Muon(
         _torch_groups(groups),
+        [layouts[name] for group in groups for name, _ in group.params],
         momentum=section.muon_momentum,
         num_iterations=section.muon_steps,
         dtype=section.muon_dtype,
-        replicas=replicas,
+        group=ranks,
     )
 
 

@@ -6,7 +6,7 @@ embedding.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,13 +19,14 @@ Named = tuple[str, torch.nn.Parameter]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated alike. `lr` is the peak rate."""
+    """Parameters that are updated alike. `lr` is the peak rate, `elements` how many there are in the whole tensors."""
 
     name: str
     method: str
     lr: float
     weight_decay: float
     params: list[Named]
+    elements: int = 0
 
 
 def param_groups(named_params: Iterable[Named], roles: Mapping[str, Role], section: Optim) -> list[Group]:
@@ -44,11 +45,15 @@ def param_groups(named_params: Iterable[Named], roles: Mapping[str, Role], secti
         if name not in roles:
             raise UserError(f"parameter {name!r} has no role; name it in the model's roles().")
         groups[_group_of(roles[name], param, section)].params.append((name, param))
-    return [group for group in groups.values() if group.params]
+    return [
+        replace(group, elements=sum(param.numel() for _, param in group.params))
+        for group in groups.values()
+        if group.params
+    ]
 
 
 def _group_of(role: Role, param: torch.Tensor, section: Optim) -> str:
-    if section.kind == "muon" and role is Role.MATRIX and param.ndim == 2:
+    if section.kind == "muon" and role is Role.MATRIX and param.ndim in (2, 3):
         return "muon"
     if param.ndim < 2 or role in (Role.NORM, Role.BIAS):
         return "no decay"
@@ -66,7 +71,7 @@ def describe(groups: Iterable[Group]) -> list[dict[str, str | int | float | list
             "lr": group.lr,
             "weight_decay": group.weight_decay,
             "tensors": len(group.params),
-            "elements": sum(param.numel() for _, param in group.params),
+            "elements": group.elements,
             "names": [name for name, _ in group.params],
         }
         for group in groups

@@ -1,171 +1,149 @@
-"""Work on whole matrices whose shards lie on many ranks: each matrix goes to one owner and its result comes back.
+"""Work on whole matrices of which many ranks hold parts: each matrix goes to one owner and its result comes back.
 
-A matrix lives on a grid of replicas x shards. Its owner is one rank of the grid, (replica, shard) = divmod(owner,
-number of shards). Within the owner's replica the shards travel to it and back in one all-to-all each way; then that
-replica's ranks pass the result to their peers in the other replicas.
+Ranks are those of one group. A tensor is a matrix, or a stack of matrices to be worked on one by one; a rank holds a
+box of it, or nothing, and several ranks may hold the same box. Owners are chosen among those that hold a part, so a
+matrix that lies whole on one rank does not travel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from truestep.numerics.boxes import Box, Layout, cover_problem
+from truestep.numerics.pieces import span
 
 _BUCKET_ELEMENTS = 1 << 26
+_RUN_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What one owner works on at a time: a matrix, or neighbours in a stack that the same ranks hold. `first`: index of
+    the first one in the whole stack; `held`: the boxes of ranks that hold a part, counted from the run's beginning."""
+
+    shape: tuple[int, ...]
+    first: int
+    held: Mapping[int, Box]
+
+    @cached_property
+    def holders(self) -> dict[Box, list[int]]:
+        """Ranks by their box."""
+        found: dict[Box, list[int]] = {}
+        for rank, box in self.held.items():
+            found.setdefault(box, []).append(rank)
+        return found
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """One matrix of a bucket: whole shape, dimension that is sharded, owner."""
+class Task:
+    """`run` of tensor number `tensor`, and who does the work."""
 
-    shape: torch.Size
-    dim: int
+    tensor: int
+    run: Run
     owner: int
 
-    def part(self, shard: int, num_shards: int) -> torch.Size:
-        """Shape of the part of one shard: pieces of ceil(size / shards), the last ones shorter or empty."""
-        size = self.shape[self.dim]
-        piece = -(-size // num_shards)
-        rest = max(0, min(piece, size - shard * piece))
-        return torch.Size(rest if dim == self.dim else n for dim, n in enumerate(self.shape))
+    def source(self, box: Box) -> int:
+        """Of the ranks that hold `box` the one that sends it to the owner: the nearest in rank order."""
+        return min(self.run.holders[box], key=lambda rank: (abs(rank - self.owner), rank))
 
 
-@dataclass(frozen=True)
-class Home:
-    """The grid on which a parameter lives. A group is None where that side of the grid has one rank."""
-
-    shards: dist.ProcessGroup | None
-    replicas: dist.ProcessGroup | None
-    dim: int = 0
-
-    @property
-    def num_shards(self) -> int:
-        return self.shards.size() if self.shards else 1
-
-    @property
-    def num_replicas(self) -> int:
-        return self.replicas.size() if self.replicas else 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.num_shards * self.num_replicas
-
-    def matrix(self, param: torch.Tensor, owner: int) -> Matrix:
-        return Matrix(param.shape, self.dim, owner)
-
-    def on_owners(
-        self, matrices: Sequence[Matrix], parts: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Apply `work` (whole matrix -> matrix of the same shape and dtype) on the owners. `parts`: this rank's shards;
-        returned are this rank's shards of the results. A collective over the grid."""
-        of_replica = [
-            [i for i, m in enumerate(matrices) if m.owner // self.num_shards == r] for r in range(self.num_replicas)
-        ]
-        mine = of_replica[self.replicas.rank() if self.replicas else 0]
-        results = list(parts)
-        for i, result in zip(mine, self._within_replica([matrices[i] for i in mine], [parts[i] for i in mine], work)):
-            results[i] = result
-        if self.replicas:
-            for source, some in enumerate(of_replica):
-                for i, result in zip(some, _broadcast([results[i] for i in some], source, self.replicas)):
-                    results[i] = result
-        return results
-
-    def _within_replica(
-        self, matrices: Sequence[Matrix], parts: Sequence[torch.Tensor], work: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        if self.shards is None:
-            return [work(part) for part in parts]
-        if not matrices:
-            return []
-        num, rank = self.num_shards, self.shards.rank()
-        owned_by = [[i for i, m in enumerate(matrices) if m.owner % num == shard] for shard in range(num)]
-        mine = owned_by[rank]
-        sent = [[matrices[i].part(rank, num) for i in owned] for owned in owned_by]
-        received = [[matrices[i].part(shard, num) for i in mine] for shard in range(num)]
-        gathered = _exchange([parts[i] for owned in owned_by for i in owned], sent, received, self.shards)
-        done = [work(torch.cat(pieces, matrices[i].dim)) for i, pieces in zip(mine, zip(*gathered))]
-        pieces = [_split(x, matrices[i], num) for x, i in zip(done, mine)]
-        back = [piece[shard] for shard in range(num) for piece in pieces]
-        returned = _exchange([parts[0].new_empty(0), *back], received, sent, self.shards)
-        results = list(parts)
-        for owned, tensors in zip(owned_by, returned):
-            for i, tensor in zip(owned, tensors):
-                results[i] = tensor
-        return results
+def runs_of(layout: Layout) -> list[Run]:
+    """A tensor of two or three dimensions as runs. ValueError if its boxes are not the whole of it."""
+    held = {rank: box for rank, box in enumerate(layout.boxes) if box.volume}
+    if problem := cover_problem(layout.shape, list(dict.fromkeys(held.values()))):
+        raise ValueError(f"a tensor of shape {list(layout.shape)} {problem}")
+    if len(layout.shape) == 2:
+        return [Run(layout.shape, 0, held)]
+    edges = {edge for box in held.values() for edge in (box.offsets[0], box.offsets[0] + box.sizes[0])}
+    return [run for first, stop in pairwise(sorted(edges)) for run in _between(first, stop, layout.shape, held)]
 
 
-def home_of(param: torch.Tensor, replicas: dist.ProcessGroup | None) -> Home:
-    """Where a parameter lives. `replicas` holds for plain tensors. At most one mesh dimension may shard it, and at most
-    one may replicate it (a dimension of one rank does not count)."""
-    if not isinstance(param, DTensor):
-        return Home(None, replicas if replicas and replicas.size() > 1 else None)
-    mesh, dim = param.device_mesh, 0
-    shards: list[dist.ProcessGroup] = []
-    copies: list[dist.ProcessGroup] = []
-    for mesh_dim, placement in enumerate(param.placements):
-        if mesh.size(mesh_dim) == 1:
-            continue
-        if isinstance(placement, Replicate):
-            copies.append(mesh.get_group(mesh_dim))
-        elif type(placement) is Shard:
-            shards.append(mesh.get_group(mesh_dim))
-            dim = placement.dim
-        else:
-            raise NotImplementedError(f"a matrix placed as {placement} has no single grid of replicas and shards")
-    if len(shards) > 1 or len(copies) > 1:
-        raise NotImplementedError(f"a matrix placed as {param.placements} has no single grid of replicas and shards")
-    return Home(shards[0] if shards else None, copies[0] if copies else None, dim)
+def _between(first: int, stop: int, shape: tuple[int, ...], held: Mapping[int, Box]) -> Iterator[Run]:
+    """Matrices of a stack between two neighbouring edges of boxes, shared among the ranks that hold them."""
+    here = {r: box for r, box in held.items() if box.offsets[0] <= first < box.offsets[0] + box.sizes[0]}
+    count = stop - first
+    wanted = max(len(here), -(-count * prod(shape[1:]) // _RUN_ELEMENTS))
+    num_runs = min(count, wanted)
+    for number in range(num_runs):
+        a, b = span(count, num_runs, number)
+        boxes = {r: Box((0, *box.offsets[1:]), (b - a, *box.sizes[1:])) for r, box in here.items()}
+        yield Run((b - a, *shape[1:]), first + a, boxes)
 
 
-def buckets(
-    shapes: Sequence[torch.Size], num_ranks: int, cost: Callable[[torch.Size], int]
-) -> list[list[tuple[int, int]]]:
-    """(index, owner) of all matrices, in buckets that bound the memory in flight: at least one matrix a rank, at most
-    2^26 elements beyond that. Within a bucket the dearest matrix first goes to the rank with the least to do. The same
-    on all ranks."""
-    found: list[list[tuple[int, int]]] = []
+def buckets(runs: Sequence[tuple[int, Run]], num_ranks: int, cost: Callable[[Sequence[int]], int]) -> list[list[Task]]:
+    """Owners for all runs, each given with the number of its tensor, in buckets that bound the memory in flight: at
+    least one run a rank, at most 2^26 elements beyond that. The dearest run first goes to the rank with the least to do
+    of those that hold a part. The same on all ranks."""
+    found: list[list[Task]] = []
     load = [0] * num_ranks
     elements = 0
-    for i in sorted(range(len(shapes)), key=lambda i: (-cost(shapes[i]), i)):
-        if not found or (elements + shapes[i].numel() > _BUCKET_ELEMENTS and len(found[-1]) >= num_ranks):
+    for tensor, run in sorted(runs, key=lambda pair: -cost(pair[1].shape)):
+        if not found or (elements + prod(run.shape) > _BUCKET_ELEMENTS and len(found[-1]) >= num_ranks):
             found.append([])
             elements = 0
-        owner = min(range(num_ranks), key=lambda rank: (load[rank], rank))
-        load[owner] += cost(shapes[i])
-        elements += shapes[i].numel()
-        found[-1].append((i, owner))
+        owner = min(run.held, key=lambda rank: (load[rank], rank))
+        load[owner] += cost(run.shape)
+        elements += prod(run.shape)
+        found[-1].append(Task(tensor, run, owner))
     return found
 
 
-def _split(whole: torch.Tensor, matrix: Matrix, num_shards: int) -> list[torch.Tensor]:
-    sizes = [matrix.part(shard, num_shards)[matrix.dim] for shard in range(num_shards)]
-    return list(whole.split(sizes, matrix.dim))
+def on_owners(
+    tasks: Sequence[Task],
+    parts: Sequence[torch.Tensor | None],
+    work: Callable[[list[torch.Tensor]], None],
+    like: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Change `parts` in place as `work` changes the whole runs, which it is given on their owners. `parts`: this rank's
+    box of each task's run, None where it holds none; of the dtype and device of `like`. Collective over `group`."""
+    rank, num_ranks = (group.rank(), group.size()) if group else (0, 1)
+    held = [(task, part) for task, part in zip(tasks, parts, strict=True) if part is not None]
+    owned = [(task, like.new_empty(task.run.shape)) for task in tasks if task.owner == rank]
+    to_owner = _by_rank(num_ranks, ((t.owner, part) for t, part in held if t.source(t.run.held[rank]) == rank))
+    of_owner = _by_rank(num_ranks, ((t.owner, part) for t, part in held))
+    gathered = _by_rank(num_ranks, ((t.source(box), _cut(x, box)) for t, x in owned for box in t.run.holders))
+    returned = _by_rank(num_ranks, ((r, _cut(x, box)) for t, x in owned for r, box in t.run.held.items()))
+    shared = any(len(task.run.held) > 1 for task in tasks)
+    _exchange(to_owner, gathered, like, group if shared else None, rank)
+    work([whole for _, whole in owned])
+    _exchange(returned, of_owner, like, group if shared else None, rank)
+
+
+def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes))]
+
+
+def _by_rank(num_ranks: int, pairs: Iterable[tuple[int, torch.Tensor]]) -> list[list[torch.Tensor]]:
+    found: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
+    for rank, tensor in pairs:
+        found[rank].append(tensor)
+    return found
 
 
 def _exchange(
-    tensors: list[torch.Tensor],
-    to_each: list[list[torch.Size]],
-    from_each: list[list[torch.Size]],
-    group: dist.ProcessGroup,
-) -> list[list[torch.Tensor]]:
-    """All-to-all of lists of tensors through one flat buffer; `tensors` lie in the order of their targets."""
-    sent, received = ([sum(shape.numel() for shape in shapes) for shapes in side] for side in (to_each, from_each))
-    outgoing = torch.cat([x.reshape(-1) for x in tensors])
-    incoming = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
-    return [_unflat(x, shapes) for x, shapes in zip(incoming.split(received), from_each)]
-
-
-def _broadcast(tensors: list[torch.Tensor], source: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    if not tensors:
-        return []
-    flat = torch.cat([x.reshape(-1) for x in tensors])
-    dist.broadcast(flat, group=group, group_src=source)
-    return _unflat(flat, [x.shape for x in tensors])
-
-
-def _unflat(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    parts = flat.split([shape.numel() for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+    sent: list[list[torch.Tensor]],
+    into: list[list[torch.Tensor]],
+    like: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    rank: int,
+) -> None:
+    """Copy the tensors for each rank into those that wait there for this one, in order: a rank's own directly, all
+    others by one all-to-all. No group: all is this rank's own."""
+    for target, source in zip(into[rank], sent[rank], strict=True):
+        target.copy_(source)
+    if group is None:
+        return
+    sent, into = ([[] if r == rank else tensors for r, tensors in enumerate(side)] for side in (sent, into))
+    outgoing = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensor in chain(*sent))])
+    counts, expected = ([sum(tensor.numel() for tensor in tensors) for tensors in side] for side in (sent, into))
+    incoming = like.new_empty(sum(expected))
+    dist.all_to_all_single(incoming, outgoing, expected, counts, group=group)
+    targets = list(chain(*into))
+    for target, arrived in zip(targets, incoming.split([target.numel() for target in targets])):
+        target.copy_(arrived.view(target.shape))

@@ -2,13 +2,17 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from truestep.numerics.axis import Axis
+from truestep.numerics.boxes import Box, Layout
 from truestep.numerics.pieces import Piece, Split, piece_of
 from truestep.parallel.groups import Groups
+from truestep.recipe.degrees import Coordinate, Degrees
 
 WHOLE = Axis("none")
 
@@ -73,3 +77,38 @@ def places(
             tp = groups.axes.tp
             found[name] = Place(region, split is not None or tp.rank == 0, WHOLE if split is not None else tp)
     return found
+
+
+def layouts(
+    parameters: Mapping[str, nn.Parameter], places: Mapping[str, Place], splits: Mapping[str, Split], groups: Groups
+) -> dict[str, Layout]:
+    """What each rank of this rank's pipeline stage holds of every parameter, by name; computed, not asked for."""
+    found = {}
+    for name, parameter in parameters.items():
+        shards = parameter.placements if isinstance(parameter, DTensor) else ()
+        dim = next((shard.dim for shard in shards if isinstance(shard, Shard)), None)
+        found[name] = _layout(places[name].region.shape, splits.get(name), dim, groups.degrees)
+        mine, computed = places[name].piece(parameter).box, found[name].boxes[groups.stage.rank]
+        assert mine == computed or not mine.volume + computed.volume, (name, mine, computed)
+    return found
+
+
+@cache
+def _layout(shape: tuple[int, ...], split: Split | None, dim: int | None, degrees: Degrees) -> Layout:
+    """Of a parameter that an axis splits, and FSDP2 shards along `dim`."""
+    ranks = range(degrees.world // degrees.pp)
+    return Layout(shape, tuple(_box(shape, split, dim, degrees, degrees.coordinate(rank)) for rank in ranks))
+
+
+def _box(shape: tuple[int, ...], split: Split | None, dim: int | None, degrees: Degrees, at: Coordinate) -> Box:
+    start, stop = [0] * len(shape), list(shape)
+    expert = split is not None and split.axis == "ep"
+    if split is not None:
+        size, rank = (degrees.ep, at.ep) if expert else (degrees.tp, at.tp)
+        start[split.dim], stop[split.dim] = split.span(shape[split.dim], size, rank)
+    if dim is not None:
+        shards, shard = (degrees.edp, at.edp) if expert else (degrees.dense_shard, at.dp_shard * degrees.cp + at.cp)
+        size = -(-(stop[dim] - start[dim]) // shards)  # as torch's chunk: the last ones may be smaller or empty
+        start[dim] = min(start[dim] + shard * size, stop[dim])
+        stop[dim] = min(start[dim] + size, stop[dim])
+    return Box(tuple(start), tuple(b - a for a, b in zip(start, stop)))

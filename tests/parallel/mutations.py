@@ -187,6 +187,38 @@ def _own_keys_only(_: Any) -> Any:
     return cut
 
 
+def _own_counts(take: Any) -> Any:
+    """Loads are those of this rank's tokens, not of the global batch."""
+    return lambda routers, sum_over, *rest: take(routers, lambda x: x, *rest)
+
+
+def _own_tokens(begin: Any) -> Any:
+    """Losses of routers are means over a rank's tokens."""
+    return lambda self, tokens, scale: begin(self, tokens // dist.get_world_size(), scale)
+
+
+def _padding_counts(forward: Any) -> Any:
+    """Tokens of padding are counted and weigh in the losses of routers (C17)."""
+    return lambda self, x_ND, real_N=None: forward(self, x_ND, None)
+
+
+def _counts_again(_: Any) -> Any:
+    """What activation checkpointing computes again is counted again."""
+    return lambda: False
+
+
+def _experts_divided(complete: Any) -> Any:
+    """Gradients of experts are divided by the ranks of the expert axis."""
+
+    def divided(self: Any) -> None:
+        complete(self)
+        for name, parameter in self.named_parameters().items():
+            if ".experts." in name and parameter.grad is not None:
+                parameter.grad /= self.groups.axes.ep.size
+
+    return divided
+
+
 MUTATIONS = {
     "partial gradients of tensor ranks not summed": Mutation("tp=2", "truestep.parallel.model:sum_missing", _no_sum),
     "gradient of shared key heads not summed": Mutation(
@@ -218,5 +250,21 @@ MUTATIONS = {
     "positions counted within a part": Mutation("cp=2", "truestep.numerics.batch:Batch.part", _positions_of_the_part),
     "gradient of gathered keys stays where it arose": Mutation(
         "cp=2", "truestep.models.context:_own_sum", _own_keys_only
+    ),
+    "loads of a rank instead of all": Mutation(
+        "dp_shard=2 moe=mixtral", "truestep.models.decoder:end_step", _own_counts
+    ),
+    "counts of a rank's pre-pass": Mutation("dp_shard=2 moe=qwen3", "truestep.models.decoder:take_counts", _own_counts),
+    "balance over a rank's tokens": Mutation(
+        "dp_shard=2 moe=mixtral", "truestep.models.router:Router.begin", _own_tokens
+    ),
+    "padding routed like text": Mutation(
+        "dp_shard=2 moe=mixtral rows=5", "truestep.models.router:Router.forward", _padding_counts
+    ),
+    "recomputation counted": Mutation(
+        "dp_shard=2 moe=mixtral recompute=full", "truestep.models.router:is_recomputation", _counts_again
+    ),
+    "gradients of experts divided by their ranks": Mutation(
+        "dp_shard=2 ep=2 moe=mixtral", "truestep.parallel.model:Parallel.complete_gradients", _experts_divided
     ),
 }

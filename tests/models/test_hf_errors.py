@@ -163,6 +163,65 @@ def test_configurations_that_we_would_not_obey(family: str, changes: dict[str, A
     assert all(word in str(error.value) for word in (*words, "somewhere/config.json")), str(error.value)
 
 
+EXPERTS = {"num_experts": 6, "top_k": 2, "expert_size": 16}
+SPARSE: dict[str, dict[str, Any]] = {
+    "mixtral": {"moe": EXPERTS},
+    "qwen3_moe": {"moe": EXPERTS},
+    "deepseek_v3": {
+        "moe": EXPERTS | {"shared_size": 16, "groups": 3, "top_groups": 2},
+        "mla": {"q_rank": 12, "kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 10},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise", "0.1"]),
+        ("mixtral", {"num_experts_per_tok": 1}, ["num_experts_per_tok", "the router could not learn"]),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, ["mlp_only_layers", "only the first blocks"]),
+        ("qwen3_moe", {"num_experts": None}, ["num_experts"]),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 32}, ["shared_expert_intermediate_size"]),
+        ("deepseek_v3", {"n_shared_experts": None}, ["n_shared_experts", "one or more"]),
+        ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func", "softmax", "sigmoid"]),
+        ("deepseek_v3", {"topk_method": "greedy"}, ["topk_method", "greedy"]),
+        ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+        ("deepseek_v3", {"num_key_value_heads": 2}, ["num_key_value_heads", "2", "4"]),
+        ("deepseek_v3", {"head_dim": 8}, ["head_dim", "8", "qk_rope_head_dim"]),
+        ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank"]),
+    ],
+)  # fmt: skip
+def test_experts_and_latent_attention_that_we_would_not_obey(family: str, changes: dict[str, Any], words: list[str]):
+    config = config_from_section(small(family=family, **SPARSE[family])) | changes
+    with pytest.raises(ModelError) as error:
+        section_from_config(config, "somewhere/config.json")
+    assert all(word in str(error.value) for word in (*words, "somewhere/config.json")), str(error.value)
+
+
+def test_how_a_router_is_trained_survives_the_configuration():
+    """transformers has no words for it; a stage that goes on from a model directory trains as the one before."""
+    moe = EXPERTS | {"balance": "aux", "balance_coefficient": 0.5, "counts": "pre-pass", "z_loss": 1e-3}
+    section = small(family="mixtral", moe=moe)
+    assert section_from_config(json.loads(json.dumps(config_from_section(section)))) == section.model_copy(
+        update={"intermediate_size": 16}
+    )
+    plain = config_from_section(section)
+    del plain["truestep_router"]
+    found = section_from_config(plain).moe
+    assert found is not None and (found.balance, found.counts, found.z_loss) == ("aux", "previous", 0.0)
+
+
+def test_dense_blocks_of_qwen_survive_the_configuration():
+    section = small(family="qwen3_moe", moe=EXPERTS | {"dense_layers": 1, "every": 2}, num_layers=5)
+    config = config_from_section(section)
+    assert (config["mlp_only_layers"], config["decoder_sparse_step"]) == ([0], 2)
+    assert section_from_config(config) == section
+    released = config | {"mlp_only_layers": [], "decoder_sparse_step": 1, "num_local_experts": 6}
+    del released["num_experts"]
+    moe = section_from_config(released).moe
+    assert moe is not None and (moe.num_experts, moe.dense_layers, moe.every) == (6, 0, 1)
+
+
 def test_tokenizer_larger_than_the_vocabulary(directory: Path):
     vocab = {f"t{i}": i for i in range(VOCAB + 1)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}

@@ -9,8 +9,6 @@ rank, CPU seconds those of all ranks together. The losses of a round must agree.
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,16 +20,11 @@ import torch
 import torch.distributed as dist
 from tests.dist import run_ranks
 
-from truestep.losses.base import LossSum
 from truestep.models.build import build_model, init_weights
 from truestep.numerics.batch import Batch
-from truestep.numerics.uses import as_use
-from truestep.optim.clip import clip_
-from truestep.optim.schedule import factor
-from truestep.parallel.exact import Exact
-from truestep.parallel.exact_model import reduce_exactly
 from truestep.parallel.job import Job
 from truestep.recipe.machine import Machine, Mesh
+from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
 from truestep.train.build import build
 from truestep.train.state import TrainState
@@ -40,58 +33,27 @@ from truestep.train.step import train_step
 MESHES = {"dp_shard": Mesh(dp_replicate=1, dp_shard="auto"), "dp_replicate": Mesh(dp_replicate="auto", dp_shard=1)}
 
 
-def made(shape: str, mesh: Mesh, rows: int, context: int, job: Job) -> TrainState:
+def made(shape: str, mesh: Mesh, rows: int, context: int, job: Job, reduction: str) -> TrainState:
     section = model_section(shape)
     tokens = rows * context * job.world
-    stage = Stage(name="bench", data="made-up", context=context, tokens=1000 * tokens, batch_tokens=tokens)
-    model = build_model(section, section.vocab_size)
-    fill = lambda part, pieces: init_weights(part, 0, pieces)  # noqa: E731
-    machine = Machine(mesh=mesh, microbatch_rows=rows)
-    return build(stage, model, fill, job=job, machine=machine, precision="float32", seed=0, steps=1000)
+    return build(
+        Stage(name="bench", data="made-up", context=context, tokens=1000 * tokens, batch_tokens=tokens),
+        build_model(section, section.vocab_size),
+        lambda part, pieces: init_weights(part, 0, pieces),
+        job=job,
+        machine=Machine(mesh=mesh, microbatch_rows=rows),
+        precision="float32",
+        seed=0,
+        steps=1000,
+        numerics=Numerics.model_validate({"reduction": reduction}),
+    )
 
 
-def made_exact(shape: str, mesh: Mesh, rows: int, context: int, job: Job) -> tuple[TrainState, Exact]:
-    state = made(shape, mesh, rows, context, job)
-    parallel = state.parallel
-    if parallel.call is not parallel.bare:  # DDP sums in floating point
-        parallel.call, world = parallel.bare, parallel.groups.world
-        parallel.places = {name: replace(place, missing=world) for name, place in parallel.places.items()}
-    exact = reduce_exactly(parallel, list(parallel.named_parameters()), job.control, tied="embed.weight")
-    return state, exact
-
-
-def exact_step(state: TrainState, exact: Exact, batches: list[Batch], num_targets: int) -> float:
-    """`train_step` by exact reduction, on one process or data axes; the loss."""
-    parallel, sink = state.parallel, exact.sink("embed.weight")
-
-    def loss_of(batch: Batch) -> Callable[[Any], tuple[torch.Tensor, dict]]:
-        def head(out: Any) -> tuple[torch.Tensor, dict]:
-            result: LossSum = state.loss(replace(out, weight_VD=as_use(out.weight_VD, sink)), batch)
-            return result.sum, result.metrics
-
-        return head
-
-    redo = True
-    while redo:
-        with exact.step():
-            sums, metrics = parallel.run(batches, loss_of, 1 / num_targets, lambda index: None)
-        outcome = exact.finish([torch.stack(sums).tolist(), [value.item() for value in metrics.values()]])
-        redo = outcome.redo
-    parallel.probe.take()
-    norm = torch.tensor(outcome.norm, dtype=torch.float64)
-    clip_(parallel.hand_over_gradients(), norm, state.section.clip_norm)
-    state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
-    state.optimizer.step()
-    state.updates += 1
-    parallel.zero_grad()
-    return outcome.sums[0] / num_targets
-
-
-def timed(step: Callable[[], float]) -> dict[str, float]:
+def timed(state: TrainState, batches: list[Batch], num_targets: int) -> dict[str, float]:
     """One step, agreed over the ranks."""
     dist.barrier()
     clock = Clock()
-    loss = step()
+    loss = train_step(state, batches, num_targets, []).loss
     took = clock.read()
     slowest, cpu = torch.tensor([took["seconds"]]), torch.tensor([took["cpu_seconds"]])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -103,7 +65,7 @@ def compare(rank: int, world: int, name: str, asked: argparse.Namespace) -> dict
     control = dist.new_group(backend="gloo")
     job = Job(rank, world, rank, world, torch.device("cpu"), "bench", control)
     size = (asked.shape, MESHES[name], asked.rows, asked.context, job)
-    fast, (state, exact) = made(*size), made_exact(*size)
+    states = {reduction: made(*size, reduction) for reduction in ("fast", "exact")}
     vocab_size = model_section(asked.shape).vocab_size
     random = torch.Generator().manual_seed(rank)
     batches = []
@@ -112,11 +74,7 @@ def compare(rank: int, world: int, name: str, asked: argparse.Namespace) -> dict
         places_BT = torch.arange(asked.context).expand(asked.rows, -1)
         batches.append(Batch(x_BT[:, :-1].clone(), x_BT[:, 1:].clone(), places_BT, None))
     num_targets = world * sum(batch.num_targets for batch in batches)
-    contenders = {
-        "fast": lambda: train_step(fast, batches, num_targets, []).loss,
-        "exact": lambda: exact_step(state, exact, batches, num_targets),
-    }
-    timers = {key: partial(timed, step) for key, step in contenders.items()}
+    timers = {name: partial(timed, state, batches, num_targets) for name, state in states.items()}
     by_turns(timers, 1)  # warm-up; of exact reduction the first step is computed twice
     return by_turns(timers, asked.rounds)
 

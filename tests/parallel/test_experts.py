@@ -5,15 +5,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from tests import tiny
 from tests.models.sections import small
 from tests.pool import Pool
 from truestep.models.decoder import Decoder
 from truestep.models.moe import MoE
 from truestep.numerics.axis import Axis
+from truestep.numerics.batch import IGNORE
 from truestep.numerics.fake import fake_mode, fake_tensors
 from truestep.numerics.pieces import span
 from truestep.parallel.experts import ExpertParallel, place_experts
+from truestep.recipe.machine import Mesh
 from truestep.recipe.model import ModelSection
+from truestep.train.step import train_step
 
 CASES: dict[str, list[int]] = {  # tokens of each of 4 ranks; 2 ranks have the first and last two together
     "even": [6, 6, 6, 6],
@@ -141,3 +145,31 @@ def test_sizes_of_a_dry_run_do_not_depend_on_data(dtype: torch.dtype):
         assert moe.experts.gate.grad is not None and moe.experts.gate.grad.shape == (8, 12, 32)
         local = MoE(section())
         assert local(x_BTD).shape == x_BTD.shape
+
+
+def _low(rank: int, world: int, mesh: dict[str, int]) -> tuple[set, dict[str, float]]:
+    """One step in bf16: dtypes of (hidden states, weight, weights) in routers, and what the step reports."""
+    seen = set()
+    with torch.device("meta"):
+        model = Decoder(tiny.section(family="mixtral", moe={"num_experts": 4, "top_k": 2, "z_loss": 1e-3}))
+    state = tiny.state(tiny.job(rank, world), precision="bfloat16", mesh=Mesh(**mesh), model=model)
+    for moe in model.moes().values():
+        moe.router.register_forward_hook(
+            lambda own, args, out: seen.add((args[0].dtype, own.weight.dtype, type(own.weight), out[1].dtype))
+        )
+    (batch,) = tiny.rows(1)
+    result = train_step(state, tiny.share(batch, rank, world), int((batch.labels_BT != IGNORE).sum()), [])
+    return seen, {name: value for name, value in result.metrics.items() if name.startswith("experts.")}
+
+
+def test_c27_routers_stay_fp32_under_mixed_precision(pool: Pool):
+    """FSDP2 casts what it shards to bf16, but leaves routers alone; without it autocast does not reach them."""
+    seen, alone = _low(0, 1, {})
+    wanted = {(torch.bfloat16, torch.float32, torch.nn.Parameter, torch.float32)}
+    assert seen == wanted
+    for mesh in ({"dp_shard": 2}, {"dp_shard": 2, "ep": 2}):
+        for seen, metrics in pool.run(_low, 2, mesh):
+            assert seen == wanted
+            assert metrics.keys() == alone.keys()
+            assert metrics == pytest.approx(alone, rel=0.02)
+    assert alone["experts.dropped"] == 0 and {"experts.0.load", "experts.1.z_loss"} < alone.keys()

@@ -75,6 +75,22 @@ def test_mesh(tmp_path):
     nothing_made(tmp_path)
 
 
+def test_mesh_that_the_model_does_not_allow(tmp_path):
+    body = small_run.with_machine(small_run.recipe(tmp_path), mesh={"dp_shard": 1, "tp": "auto"})
+    model = body["model"] | {"num_heads": 1, "num_kv_heads": 1}
+    file = write_recipe(tmp_path, body | {"model": model})
+    refused_once(tmp_path, file, "tp = 2, more than model.num_heads 1", "dp_shard = 2, tp = 1")
+    nothing_made(tmp_path)
+
+
+def test_what_only_a_gpu_has(tmp_path):
+    if os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("NOT TESTED: this machine has a GPU")
+    body = small_run.with_machine(small_run.recipe(tmp_path), device="auto", offload_optimizer=True)
+    refused_once(tmp_path, write_recipe(tmp_path, body), "machine.offload_optimizer moves state from a GPU")
+    nothing_made(tmp_path)
+
+
 def test_cuda_where_there_is_none(tmp_path):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("NOT TESTED: this machine has a GPU")

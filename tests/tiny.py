@@ -74,6 +74,7 @@ def state(
     seed=1,
     model=None,
     numerics=None,
+    limits=None,
     **machine,
 ) -> TrainState:
     given = {"name": "tiny", "data": "x", "context": CONTEXT, "tokens": 10_000, "batch_tokens": ROWS * CONTEXT}
@@ -92,6 +93,7 @@ def state(
         seed=seed,
         steps=steps,
         numerics=numerics,
+        limits=limits,
     )
 
 

@@ -118,6 +118,15 @@ def _two_stages(**second):
             ["stages.base.optim.schedule.warmup=100"],
             "stages.base.optim.schedule has warmup 100 and decay 0.2, more than the 123 steps of the stage; make them",
         ),
+        # machine
+        (
+            ["model={module='my.lab:Net', vocab_size=300, max_context=128}", "machine.activation_checkpointing=auto"],
+            'machine.activation_checkpointing is "auto", but what blocks of a module of your own keep is not known;',
+        ),
+        (
+            ["stages.base.optim={kind='my.lab:adam', lr=0.1}", "machine.offload_optimizer=true"],
+            "machine.offload_optimizer moves the state of adamw or muon, not that of an optimizer of your own; remove",
+        ),
         # model
         (
             ["model.num_heads=3"],

@@ -1,5 +1,7 @@
 """Every option of the step has a parity row (the result is the same) and changes something that can be observed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
@@ -7,7 +9,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests import tiny
 from tests.dist import run_ranks
 from tests.train.test_step import assert_same, gradients_of, stepped
-from truestep.recipe.machine import Mesh
+from truestep.errors import UserError
+from truestep.models.decoder import Decoder
+from truestep.parallel.mesh import Limits
+from truestep.plan.activations import block_activations, head_activations
+from truestep.recipe.degrees import Degrees
+from truestep.recipe.machine import Machine, Mesh
 from truestep.train.step import train_step
 
 
@@ -46,6 +53,57 @@ def test_full_checkpointing_redoes_products_and_selective_keeps_them():
     plain, full, selective = (counts(activation_checkpointing=m) for m in ("none", "full", "selective"))
     assert full[silu] == selective[silu] == 2 * plain[silu]
     assert full[products] > plain[products] == selective[products]
+
+
+def _four_blocks() -> Decoder:
+    with torch.device("meta"):
+        return Decoder(tiny.section(num_layers=4))
+
+
+def _needed(modes: list[str]) -> int:
+    """Bytes of activations of blocks in these modes, as the plan counts them."""
+    tokens = Machine().microbatch_rows * tiny.CONTEXT
+    kept = [block_activations(tiny.section(), 0, Degrees(), tokens, 8, mode) for mode in modes]
+    head = head_activations(tiny.section(), Degrees(), tokens, 8, 7)
+    return sum(one.held for one in kept) + max(one.remade for one in kept) + head
+
+
+MODES = {"all fits": "nnnn", "some selective": "ssnn", "all selective": "ssss", "some full": "ffss", "all full": "ffff"}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_budget_recomputes_as_little_as_it_allows_and_changes_no_number(name):
+    modes = [{"n": "none", "s": "selective", "f": "full"}[letter] for letter in MODES[name]]
+    auto = {"activation_checkpointing": "auto", "activation_memory": _needed(modes)}
+    training = tiny.state(tiny.job(), precision="float64", model=_four_blocks(), **auto)
+    assert list(training.recomputed.values()) == modes
+    silu, product = torch.ops.aten.silu.default, torch.ops.aten.mm.default
+    plain = counts(model=_four_blocks())
+    full = counts(model=_four_blocks(), activation_checkpointing="full")
+    found = counts(model=_four_blocks(), **auto)
+    assert found[silu] == 8 - modes.count("none")
+    assert (found[product] - plain[product]) * 4 == (full[product] - plain[product]) * modes.count("full")
+    batch = tiny.rows()[0]
+    wanted = gradients_of([batch], model=_four_blocks())[0]
+    assert_same(wanted, gradients_of([batch], model=_four_blocks(), **auto)[0], 1e-12)
+
+
+def test_a_budget_is_nothing_for_a_module_whose_blocks_are_not_known():
+    with pytest.raises(UserError, match='is "auto", but what the blocks of a module of your own keep'):
+        tiny.state(tiny.job(), model=torch.nn.Linear(2, 2), activation_checkpointing="auto")
+
+
+def test_what_only_a_gpu_has_is_refused_on_a_cpu():
+    with pytest.raises(UserError, match=r"machine\.async_tp needs the symmetric memory of CUDA devices"):
+        tiny.state(tiny.job(), async_tp=True)
+    with pytest.raises(UserError, match=r"machine\.offload_optimizer moves state from a GPU"):
+        tiny.state(tiny.job(), offload_optimizer=True)
+
+
+def test_a_mesh_that_the_model_does_not_allow_is_refused():
+    limits = Limits(num_heads=4, machine=Machine())
+    with pytest.raises(UserError, match=r"tp = 8, more than model\.num_heads 4; the nearest mesh of 8 processes"):
+        tiny.state(replace(tiny.job(), world=8), mesh=Mesh(tp=8), limits=limits)
 
 
 def test_head_chunks_change_memory_and_no_number():

@@ -5,7 +5,7 @@ A model is any module with `blocks` (the units of recomputation, compilation and
 further follows `Splittable`. Nothing here knows its kind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ def parallelize(
     device: torch.device,
     dtype: torch.dtype,
     fill: Fill,
-    activation_checkpointing: str = "none",
+    activation_checkpointing: str | Mapping[int, str] = "none",
     compile_blocks: bool = False,
     reshard_after_forward: bool = True,
     pipeline: PipelineSettings | None = None,
@@ -102,7 +102,8 @@ def parallelize(
     regions = {name: region for part in parts.values() for name, region in cut(part, splits, axes).items()}
     result = Parallel(list(parts.values()), model, groups, dtype, device)
     for part in parts.values():
-        recompute(part.blocks, activation_checkpointing, compile_blocks)  # pyright: ignore[reportArgumentType]
+        assert isinstance(part.blocks, nn.Module)
+        recompute(part.blocks, activation_checkpointing, compile_blocks)
         if compile_blocks:
             for block in part.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 block.compile()

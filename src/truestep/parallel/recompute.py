@@ -1,7 +1,7 @@
 """Activation checkpointing of blocks: what the backward pass needs is computed again there (arXiv 1604.06174)."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,16 @@ aten = torch.ops.aten
 _KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
 
 
-def recompute(blocks: Iterable[nn.Module], mode: str, compiled: bool) -> None:
-    """Recompute blocks in the backward pass. "selective" keeps the results of matrix products and redoes the rest.
-    `compiled`: the blocks will be, and the compiler knows torch's own way of keeping only."""
-    if mode == "none":
-        return
-    selective = partial(create_selective_checkpoint_contexts, _keep_products) if compiled else _contexts
-    options = {} if mode == "full" else {"context_fn": selective}
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+def recompute(blocks: nn.Module, mode: str | Mapping[int, str], compiled: bool) -> None:
+    """Recompute blocks in the backward pass, all in one mode or each, by its number, in its own: "full"; "selective"
+    keeps the results of matrix products and redoes the rest; "none". `compiled`: the blocks will be, and the compiler
+    knows torch's own way of keeping only."""
+    for number, block in blocks.named_children():
+        chosen = mode if isinstance(mode, str) else mode[int(number)]
+        if chosen != "none":
+            selective = partial(create_selective_checkpoint_contexts, _keep_products) if compiled else _contexts
+            options = {"context_fn": selective} if chosen == "selective" else {}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -231,6 +231,14 @@ def _overlap(one: DataSection | None, other: DataSection | None) -> bool:
 
 def _machine(recipe: Recipe) -> Iterator[Problem]:
     yield from mesh_problems(recipe)
+    machine = recipe.machine
+    if machine.activation_checkpointing == "auto" and recipe.model is not None and recipe.model.module is not None:
+        text = 'is "auto", but what blocks of a module of your own keep is not known; choose "none" or "full".'
+        yield Problem("machine.activation_checkpointing", text, ("model.module",))
+    for stage in recipe.stages:
+        if machine.offload_optimizer and is_import_path(stage.optim.kind):
+            text = f"moves the state of {' or '.join(OPTIMIZERS)}, not that of an optimizer of your own; remove it."
+            yield Problem("machine.offload_optimizer", text, (f"stages.{stage.name}.optim.kind",))
     ledger = recipe.ledger
     if ledger.price_per_device_hour is not None and ledger.currency is None:
         yield Problem("ledger.currency", 'is missing, but there is a price; add currency = "EUR", say.')

@@ -2,24 +2,29 @@
 
 from pathlib import Path
 
+import torch
+
 from truestep.errors import ModelError
 from truestep.imports import is_import_path, load_object
 from truestep.losses.base import open_loss
 from truestep.models.hf import check_directory
 from truestep.models.hub import is_hub_id
-from truestep.parallel.mesh import resolve
+from truestep.parallel.mesh import Limits, resolve
+from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 from truestep.stages.context import checkpoint_place, run_directory
 from truestep.stages.corpora import stage_data
 from truestep.storage.probe import require_safe
 from truestep.storage.store import open_store
+from truestep.train.build import require_gpu
 
 
-def check_doors(recipe: Recipe, stages: list[Stage], world: int) -> None:
-    """Raise a UserError for what `stages`, those that are not done yet, name and cannot have: the mesh, code of the
-    user's own, a model to start from, a store for checkpoints. One process of the job calls this."""
-    resolve(recipe.machine.mesh, world)
+def check_doors(recipe: Recipe, stages: list[Stage], world: int, device: torch.device) -> None:
+    """Raise a UserError for what `stages`, those that are not done yet, name and cannot have: the mesh, what a GPU has,
+    code of the user's own, a model to start from, a store for checkpoints. One process of the job calls this."""
+    resolve(recipe.machine.mesh, world, Limits.of(recipe))
+    require_gpu(recipe.machine, device)
     if recipe.model is not None and recipe.model.module is not None:
         load_object(recipe.model.module, "model")
     for stage in stages:
@@ -29,18 +34,21 @@ def check_doors(recipe: Recipe, stages: list[Stage], world: int) -> None:
         for section in (recipe.data[name] for name in stage_data(stage)):
             if is_import_path(section.source):
                 load_object(section.source, "data source")
-        _start(stage)
+        model = _start(stage)
+        if model is not None:
+            resolve(recipe.machine.mesh, world, Limits.of(recipe, model))
         if recipe.checkpoint.url:
             place = checkpoint_place(recipe, run_directory(recipe), stage.name)
             require_safe(open_store(place, recipe.checkpoint.storage_options))
 
 
-def _start(stage: Stage) -> None:
+def _start(stage: Stage) -> ModelSection | None:
+    """The model that a stage starts from, where it lies here already."""
     if stage.start == "init" or stage.start.startswith("stage:") or is_hub_id(stage.start):
-        return
+        return None
     if not Path(stage.start).is_dir():
         raise ModelError(
             f"stages.{stage.name}.start is {stage.start!r}, which is no model directory; "
             f'correct it, or write "init", "stage:NAME" or a hub id org/name@commit.'
         )
-    check_directory(Path(stage.start), stage.context)
+    return check_directory(Path(stage.start), stage.context)

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,10 @@ from truestep.stages.dry_run import StepCost, costs_of_steps, fake_job, whole_ro
 from truestep.stages.dry_run_scale import Series, carried_on, series_of_layers, series_of_microbatches
 from truestep.train.build import HEAD_CHUNK_TOKENS, build
 from truestep.train.state import TrainState
+
+
+_ON_CPU = {"device": "cpu", "async_tp": False, "offload_optimizer": False}
+"""What a trace takes for the machine: it runs on no GPU, whatever the case is."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def dry_run(case: Case, ranks: Sequence[int], processes: int = 1) -> list[RankCo
         if not 0 <= rank < case.degrees.world:
             raise UserError(f"rank {rank} is not one of {case.degrees.world}; choose 0 to {case.degrees.world - 1}.")
     layers = series_of_layers(case.model)
-    if case.degrees.pp > 1:
+    if case.degrees.pp > 1 or case.machine.activation_checkpointing == "auto":  # what one block does hangs on all
         layers = Series([case.model.num_layers], 0)
     tasks = [(case, rank, size) for rank in ranks for size in layers.sizes]
     traced = dict(zip(((rank, size) for _, rank, size in tasks), _each_alone(_trace, tasks, processes)))
@@ -93,6 +97,8 @@ def dry_run(case: Case, ranks: Sequence[int], processes: int = 1) -> list[RankCo
         elif layers.saves:
             words.append(f"{layers.sizes} of {case.model.num_layers} layers")
         place = case.degrees.coordinate(rank)
+        if case.machine.offload_optimizer:  # all of its state is there all the time, whenever the peak is
+            cost = replace(cost, memory=cost.memory | {"optimizer": 0})
         found.append(RankCost(rank, place, case.microbatches, cost, " and ".join(word for word in words if word)))
     return found
 
@@ -126,7 +132,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
                 build_model(model, model.vocab_size),
                 lambda model, pieces: None,
                 job=here,
-                machine=case.machine.model_copy(update={"device": "cpu"}),
+                machine=case.machine.model_copy(update=_ON_CPU),
                 precision=case.precision,
                 seed=0,
                 steps=BatchSchedule.of(case.stage).steps,

@@ -25,6 +25,8 @@ from truestep.models.hub import fetch, is_hub_id
 from truestep.models.load import require_own_module, tensors_of
 from truestep.numerics.pieces import Piece
 from truestep.optim.groups import describe
+from truestep.parallel.mesh import Limits
+from truestep.plan.activations import Recompute
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.digests import bits_fields, changed, what
 from truestep.recipe.model import COUNTING_RULE, ModelSection
@@ -62,6 +64,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         seed=recipe.run.seed,
         steps=schedule.steps,
         numerics=recipe.numerics,
+        limits=Limits.of(recipe, section),
     )
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
@@ -271,6 +274,8 @@ def say_start(
     counts = {} if section.module else asdict(section.counts()) | {"total": section.counts().total}
     peak_flops, peak_source = measure_peak(context, precision)
     known = not section.module
+    modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    blocks = {mode: [layer for layer, its in state.recomputed.items() if its == mode] for mode in modes}
     context.note(
         "stage_start",
         stage=stage.name,
@@ -296,6 +301,7 @@ def say_start(
                 {k: v for k, v in group.items() if k != "names"} for group in describe(state.optimizer.groups)
             ],
             "mesh": asdict(state.parallel.groups.degrees),
+            "recomputed": blocks,
             "stage": stage.model_dump(mode="json"),
         },
     )
@@ -304,6 +310,9 @@ def say_start(
             f"{stage.name}: {group['group']}: {group['elements']:,} elements in {group['tensors']} tensors, "
             f"{group['method']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
         )
+    if context.recipe.machine.activation_checkpointing == "auto":
+        counts = ", ".join(f"{mode} {len(layers)}" for mode, layers in blocks.items())
+        context.progress.say(f"{stage.name}: blocks that recompute activations: {counts}")
 
 
 def say_idle(context: Context, stage: Stage, schedule: BatchSchedule, shares: int) -> None:

@@ -58,8 +58,8 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
 def _open(context: Context) -> int:
     """The number of the attempt. What cannot go well is refused before anything is written; then this process, rank 0,
     has the log, and with it the run, for itself."""
-    recipe = context.recipe
-    check_doors(recipe, [stage for stage in recipe.stages if not _done(context, stage)], context.job.world)
+    recipe, job = context.recipe, context.job
+    check_doors(recipe, [stage for stage in recipe.stages if not _done(context, stage)], job.world, job.device)
     open_run(recipe)
     attempt = next_attempt(context.run_dir)
     context.log = RunLog(context.run_dir, attempt)

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from truestep.errors import UserError
 from truestep.imports import is_import_path
 from truestep.losses.base import open_loss
 from truestep.models.decoder import Decoder
@@ -21,13 +22,14 @@ from truestep.parallel.exact import Exact
 from truestep.parallel.exact_model import reduce_exactly
 from truestep.parallel.job import Job
 from truestep.parallel.layout import layouts
-from truestep.parallel.mesh import resolve
+from truestep.parallel.mesh import Limits, resolve
 from truestep.parallel.model import Parallel
 from truestep.plan.split import stage_layers
 from truestep.recipe.machine import Machine
 from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
 from truestep.train.low_precision import compute_low
+from truestep.train.recomputation import recomputed
 from truestep.train.state import TrainState
 
 HEAD_CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -46,24 +48,29 @@ def build(
     seed: int,
     steps: int,
     numerics: Numerics | None = None,
+    limits: Limits | None = None,
 ) -> TrainState:
     """`model` lies on the meta device; `fill(model, pieces)` gives the pieces that this rank holds their first values.
 
-    `precision` is the compute dtype; parameters are fp32, or float64 where everything is.
+    `precision` is the compute dtype; parameters are fp32, or float64 where everything is. `limits`: what the model and
+    the rows allow of a mesh. Raises UserError for a mesh that they do not allow, or what only a GPU has without one.
     """
+    require_gpu(machine, job.device)
     if precision == "float64":
         model = model.double()
     numerics = numerics or Numerics()
     exact = numerics.reduction == "exact"
     names = [name for name, _ in model.named_parameters()]
-    degrees = resolve(machine.mesh, job.world)
+    degrees = resolve(machine.mesh, job.world, limits)
+    chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
+    modes = recomputed(model, stage, machine, degrees, precision, chunk)
     parallel = parallelize(
         model,
         degrees,
         device=job.device,
         dtype=DTYPES[precision],
         fill=fill,
-        activation_checkpointing=machine.activation_checkpointing,
+        activation_checkpointing=modes or machine.activation_checkpointing,
         compile_blocks=machine.compile,
         reshard_after_forward=machine.reshard_after_forward,
         context=machine.context,
@@ -72,11 +79,26 @@ def build(
     )
     if numerics.low_precision is not None:
         compute_low(parallel, numerics.low_precision, machine.context, stage.context, seed)
-    chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
     state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
+    state.recomputed = modes
     if exact:
         state.exact = make_exact(parallel, names, job)
     return state
+
+
+def require_gpu(machine: Machine, device: torch.device) -> None:
+    """Refuse, where device = "auto" turned out to be a CPU, what only a GPU has."""
+    if device.type != "cpu":
+        return
+    if machine.async_tp:
+        raise UserError(
+            "machine.async_tp needs the symmetric memory of CUDA devices, and the device here is a CPU; remove it"
+        )
+    if machine.offload_optimizer:
+        raise UserError(
+            "machine.offload_optimizer moves state from a GPU to the host's memory, and the device here is a CPU, which "
+            "has no other; remove it"
+        )
 
 
 def make_exact(parallel: Parallel, names: list[str], job: Job) -> Exact:

@@ -14,6 +14,7 @@ from truestep.optim.scaler import LossScaler
 from truestep.parallel.exact import Exact
 from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
+from truestep.plan.activations import Recompute
 from truestep.recipe.stage import Optim
 
 
@@ -21,7 +22,8 @@ from truestep.recipe.stage import Optim
 class TrainState:
     """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (fp16 overflow
     skips one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the start model.
-    `own_weight`: the loss may count something else than targets, so its weights have to be added up over ranks."""
+    `own_weight`: the loss may count something else than targets, so its weights have to be added up over ranks.
+    `recomputed`: what each block of the whole model recomputes, by its number, where that is known."""
 
     job: Job
     parallel: Parallel
@@ -33,6 +35,7 @@ class TrainState:
     seed: int
     exact: Exact | None = None
     own_weight: bool = False
+    recomputed: dict[int, Recompute] = field(default_factory=dict)
     step: int = 0
     updates: int = 0
     tokens: int = 0
@@ -78,6 +81,7 @@ class TrainState:
         self.tokens, self.targets = extra["tokens"], extra["targets"]
         self.loader, self.parent = extra["loader"], extra["parent"]
         self.scaler.load_state(extra["scaler"])
+        self.parallel.updated()
 
 
 def _state_piece(value: torch.Tensor, parameter: Piece) -> Piece:

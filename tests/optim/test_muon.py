@@ -20,6 +20,7 @@ from truestep.optim.newton_schulz import cost, orthogonalise, orthogonalise_stac
 from truestep.optim.owners import buckets, runs_of
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Mesh
+from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Optim
 from truestep.train.step import train_step
 
@@ -169,13 +170,18 @@ MESHES = {
 }
 
 
-def _trained(rank: int, world: int, degrees: Degrees, precision: str) -> dict[str, torch.Tensor]:
+def _trained(rank: int, world: int, degrees: Degrees, precision: str, reduction="fast") -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint after three steps, on rank 0."""
     with torch.device("meta"):
         model = Decoder(tiny.section(**MODEL))
     optim = {"kind": "muon", "lr": 1e-3, "muon_dtype": "auto", "schedule": {"kind": "constant", "warmup": 0}}
     state = tiny.state(
-        tiny.job(rank, world), precision=precision, mesh=Mesh(**asdict(degrees)), optim=optim, model=model
+        tiny.job(rank, world),
+        precision=precision,
+        mesh=Mesh(**asdict(degrees)),
+        optim=optim,
+        model=model,
+        numerics=Numerics(reduction=reduction),
     )
     groups = state.parallel.groups
     for batch in tiny.rows(3):
@@ -198,6 +204,14 @@ def test_a_mesh_makes_the_update_of_one_process(pool, one_process, name, precisi
     assert {"optim.blocks.0.mlp.experts.gate.momentum_buffer", "optim.embed.weight.exp_avg"} <= found.keys()
     for key, tensor in expected.items():
         assert (found[key] - tensor).abs().max() <= tolerance, key
+
+
+@pytest.mark.parametrize("name", ["fsdp3", "hsdp", "pp"])
+def test_gradients_of_the_same_bits_make_weights_of_the_same_bits(pool, name):
+    expected = _trained(0, 1, Degrees(), "float32", "exact")
+    found = pool.run(_trained, MESHES[name].world, MESHES[name], "float32", "exact")[0]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_near_to_the_muon_of_torch():

@@ -7,7 +7,7 @@ matrix that lies whole on one rank does not travel.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain, pairwise
 from math import prod
 
@@ -52,15 +52,16 @@ class Task:
         return min(self.run.holders[box], key=lambda rank: (abs(rank - self.owner), rank))
 
 
-def runs_of(layout: Layout) -> list[Run]:
+@cache  # blocks are alike
+def runs_of(layout: Layout) -> tuple[Run, ...]:
     """A tensor of two or three dimensions as runs. ValueError if its boxes are not the whole of it."""
     held = {rank: box for rank, box in enumerate(layout.boxes) if box.volume}
     if problem := cover_problem(layout.shape, list(dict.fromkeys(held.values()))):
         raise ValueError(f"a tensor of shape {list(layout.shape)} {problem}")
     if len(layout.shape) == 2:
-        return [Run(layout.shape, 0, held)]
+        return (Run(layout.shape, 0, held),)
     edges = {edge for box in held.values() for edge in (box.offsets[0], box.offsets[0] + box.sizes[0])}
-    return [run for first, stop in pairwise(sorted(edges)) for run in _between(first, stop, layout.shape, held)]
+    return tuple(run for first, stop in pairwise(sorted(edges)) for run in _between(first, stop, layout.shape, held))
 
 
 def _between(first: int, stop: int, shape: tuple[int, ...], held: Mapping[int, Box]) -> Iterator[Run]:

@@ -100,11 +100,6 @@ class Parallel:
         return isinstance(self.parts[0], FSDPModule)
 
     @property
-    def replica_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold whole copies as plain tensors (DDP)."""
-        return self.groups.world.group if isinstance(self.call, DistributedDataParallel) else None
-
-    @property
     def has_head(self) -> bool:
         return self.pipeline is None or self.pipeline.has_head
 

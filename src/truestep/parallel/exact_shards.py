@@ -125,7 +125,11 @@ class StageBucket(ShardBucket):
 
     def begin(self) -> None:
         device, world = self.scales.device, self.world
-        self._wholes = [torch.zeros(world * slot.width, dtype=torch.int64, device=device) for slot in self.slots]
+        if world == 1:  # the shard is the whole
+            super().begin()
+            self._wholes = [self.part(slot) for slot in self.slots]
+        else:
+            self._wholes = [torch.zeros(world * slot.width, dtype=torch.int64, device=device) for slot in self.slots]
 
     def take(self, slot: Slot, grad: torch.Tensor) -> None:
         whole_N = self._wholes[self.slots.index(slot)]
@@ -138,18 +142,23 @@ class StageBucket(ShardBucket):
                 self.take(slot, grad)
 
     def complete(self) -> None:
-        super().begin()
-        group = self._fsdp_group._reduce_scatter_process_group
-        for index, slot in enumerate(self.slots):
-            received_WN, residual = exchange_rows(self._wholes[index].view(self.world, -1), group)
-            self._wholes[index] = received_WN[:0]
-            self.scales.residual += residual
-            torch.sum(received_WN, dim=0, out=self.part(slot))
+        if self.world > 1:
+            self._exchange()
+        self._wholes = []
         super().complete()
 
     def drop(self) -> None:
         self._wholes = []
         super().drop()
+
+    def _exchange(self) -> None:
+        super().begin()
+        group = self._fsdp_group._reduce_scatter_process_group
+        for index, slot in enumerate(self.slots):
+            received_WN, residual = exchange_rows(self._wholes[index].view(self.world, -1), group)
+            self._wholes[index] = received_WN[:0]  # given up before the next one
+            self.scales.residual += residual
+            torch.sum(received_WN, dim=0, out=self.part(slot))
 
 
 class _ExactReduceScatter(ReduceScatter):

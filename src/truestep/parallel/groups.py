@@ -5,10 +5,11 @@ ranks, in order, form (edp, ep).
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from truestep.numerics.axis import Axes, Axis
 from truestep.recipe.degrees import Degrees
@@ -40,34 +41,57 @@ class Groups:
 
 
 def make_groups(degrees: Degrees, device: torch.device, context: Context | None = None) -> Groups:
-    """Join the groups of `degrees`; every rank of the job calls this at the same time."""
-    if degrees.world == 1:
-        return Groups(degrees)
+    """Join the groups of `degrees`; every rank of the job calls this at the same time. Axes over the same ranks share
+    one group: each costs threads, memory and connections."""
     d = degrees
-    sizes = {
-        "dense": (("pp", "dp_replicate", "dense", "tp"), (d.pp, d.dp_replicate, d.dense_shard, d.tp)),
-        "fine": (("pp", "data", "cp", "tp"), (d.pp, d.data_parallel, d.cp, d.tp)),
-        "expert": (("pp", "dp_replicate", "edp", "ep"), (d.pp, d.dp_replicate, d.edp, d.ep)),
-        "across": (("pp", "across", "tp"), (d.pp, d.dp_replicate * d.dense_shard, d.tp)),
-        "stage": (("pp", "stage"), (d.pp, d.world // d.pp)),
-    }
-    meshes = {key: init_device_mesh(device.type, shape, mesh_dim_names=names) for key, (names, shape) in sizes.items()}
+    if d.world == 1:
+        return Groups(d)
+    ranks = torch.arange(d.world)
+    fine = ranks.view(d.pp, d.dp_replicate, d.dp_shard, d.cp, d.tp)
+    experts = ranks.view(d.pp, d.dp_replicate, d.edp, d.ep)
+    at = d.coordinate(dist.get_rank())
+    pp, replica, shard, cp, tp = at[:5]
+    made = {tuple(range(d.world)): dist.group.WORLD}
 
-    def axis(mesh: str, dim: str) -> Axis:
-        one = meshes[mesh]
-        size = one.size(one.mesh_dim_names.index(dim))  # pyright: ignore[reportOptionalMemberAccess]
-        return Axis(dim, size, one.get_local_rank(dim), one.get_group(dim) if size > 1 else None)
+    def axis(name: str, members: torch.Tensor) -> Axis:
+        listed = members.flatten().tolist()
+        group = _group(listed, made) if len(listed) > 1 else None
+        return Axis(name, len(listed), listed.index(dist.get_rank()), group)
 
+    def mesh(name: str, members: torch.Tensor) -> DeviceMesh:
+        """Of FSDP2, (replicas, shards): one dimension where there is one replica."""
+        mine = (members == dist.get_rank()).nonzero()[0].tolist()
+        sharing = _group(members[mine[0]].tolist(), made)
+        if d.dp_replicate == 1:
+            return DeviceMesh.from_group(sharing, device.type, mesh=members[0], mesh_dim_names=(name,))
+        copies = _group(members[:, mine[1]].tolist(), made)
+        names = ("dp_replicate", name)
+        return DeviceMesh.from_group([copies, sharing], device.type, mesh=members, mesh_dim_names=names)
+
+    dense = fine[pp, :, :, :, tp].flatten(1)
     return Groups(
-        degrees,
-        Axes(axis("dense", "tp"), axis("fine", "cp"), axis("expert", "ep"), context or Context()),
-        axis("fine", "pp"),
-        axis("stage", "stage"),
-        axis("across", "across"),
-        Axis("world", d.world, dist.get_rank(), dist.group.WORLD),
-        meshes["dense"]["dp_replicate", "dense"] if d.dp_replicate > 1 else meshes["dense"]["dense"],
-        meshes["expert"]["dp_replicate", "edp"] if d.dp_replicate > 1 else meshes["expert"]["edp"],
-        meshes["fine"].get_local_rank("data"),
-        meshes["dense"].get_local_rank("dp_replicate"),
-        meshes["dense"].get_local_rank("dense"),
+        d,
+        Axes(
+            axis("tp", fine[pp, replica, shard, cp]),
+            axis("cp", fine[pp, replica, shard, :, tp]),
+            axis("ep", experts[pp, replica, at.edp]),
+            context or Context(),
+        ),
+        axis("pp", fine[:, replica, shard, cp, tp]),
+        axis("stage", fine[pp]),
+        axis("across", dense),
+        axis("world", ranks),
+        mesh("dense", dense),
+        mesh("expert", experts[pp, :, :, at.ep]) if d.ep > 1 or d.tp > 1 else mesh("dense", dense),
+        replica * d.dp_shard + shard,
+        replica,
+        shard * d.cp + cp,
     )
+
+
+def _group(ranks: list[int], made: dict[tuple[int, ...], Any]) -> Any:
+    """The group of these ranks, made once. Only they take part in making it."""
+    key = tuple(ranks)
+    if key not in made:
+        made[key] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[key]

@@ -15,6 +15,7 @@ from truestep.numerics.roles import Role
 from truestep.optim.groups import Group, Named, param_groups
 from truestep.optim.muon import Muon
 from truestep.optim.named import NamedOptimizer
+from truestep.optim.offload import BUCKET_ELEMENTS, Offloaded, at_rest, bucketed
 from truestep.recipe.stage import Optim
 
 OPTIMIZERS = ("adamw", "muon")
@@ -29,10 +30,11 @@ def build_optimizer(
     local_params: Mapping[str, torch.nn.Parameter] | None = None,
     layouts: Mapping[str, Layout] | None = None,
     group: dist.ProcessGroup | None = None,
+    offload: bool = False,
 ) -> NamedOptimizer:
     """`local_params`: the same parameters as plain tensors of what this rank holds, over the same memory; `layouts`:
     where that lies in the whole parameters, on every rank of `group`. Without them, parameters are whole and this
-    process is alone.
+    process is alone. `offload`: state lies in the host's memory; not for an optimizer of the user's own.
 
     An optimizer of the user's own is called as factory(named_params, roles, lr=..., **options) and returns a torch
     Optimizer over exactly those parameters. They are the model's own: DTensors where FSDP2 shards them, and what is cut
@@ -42,6 +44,7 @@ def build_optimizer(
     named_params = list(named_params)
     require_master(named_params)
     if is_import_path(section.kind):
+        assert not offload, section.kind
         return _own(named_params, roles, section)
     if section.kind not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
@@ -56,6 +59,14 @@ def build_optimizer(
         "muon": lambda some: _muon(some, section, layouts, group),
         "adamw": lambda some: _adamw(some, section),
     }
+    if offload:
+        ranks = group.size() if group else 1
+
+        def elements(named: Named) -> int:
+            return prod(layouts[named[0]].shape)  # the same on all ranks, which step together
+
+        split = bucketed(groups, elements, BUCKET_ELEMENTS * ranks)
+        return Offloaded(groups, [at_rest(makers[some[0].method](some)) for some in split])
     parts = []
     for method, make in makers.items():
         if some := [group for group in groups if group.method == method]:

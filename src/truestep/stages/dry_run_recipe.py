@@ -25,7 +25,6 @@ from truestep.stages.dry_run_scale import Series, carried_on, series_of_layers, 
 from truestep.train.build import HEAD_CHUNK_TOKENS, build
 from truestep.train.state import TrainState
 
-
 _ON_CPU = {"device": "cpu", "async_tp": False, "offload_optimizer": False}
 """What a trace takes for the machine: it runs on no GPU, whatever the case is."""
 

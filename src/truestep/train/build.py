@@ -79,7 +79,8 @@ def build(
     )
     if numerics.low_precision is not None:
         compute_low(parallel, numerics.low_precision, machine.context, stage.context, seed)
-    state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps)
+    offload = machine.offload_optimizer
+    state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps, offload=offload)
     state.recomputed = modes
     if exact:
         state.exact = make_exact(parallel, names, job)
@@ -96,8 +97,8 @@ def require_gpu(machine: Machine, device: torch.device) -> None:
         )
     if machine.offload_optimizer:
         raise UserError(
-            "machine.offload_optimizer moves state from a GPU to the host's memory, and the device here is a CPU, which "
-            "has no other; remove it"
+            "machine.offload_optimizer moves state from a GPU to the host's memory, and the device here is a CPU; "
+            "remove it"
         )
 
 
@@ -117,9 +118,16 @@ def make_exact(parallel: Parallel, names: list[str], job: Job) -> Exact:
 
 
 def assemble(
-    stage: Stage, parallel: Parallel, *, job: Job, head_chunk_tokens: int, seed: int, steps: int
+    stage: Stage,
+    parallel: Parallel,
+    *,
+    job: Job,
+    head_chunk_tokens: int,
+    seed: int,
+    steps: int,
+    offload: bool = False,
 ) -> TrainState:
-    """Optimizer, loss and scaler around a parallel model."""
+    """Optimizer, loss and scaler around a parallel model. `offload`: see build_optimizer."""
     roles = {name: role for part in parallel.parts for name, role in part.roles().items()}  # pyright: ignore[reportCallIssue]
     splits = [part.splits() for part in parallel.parts if isinstance(part, Splittable)]
     optimizer = build_optimizer(
@@ -129,6 +137,7 @@ def assemble(
         local_params=parallel.locals(),
         layouts=layouts(parallel.named_parameters(), parallel.places, dict(ChainMap(*splits)), parallel.groups),
         group=parallel.groups.stage.group,
+        offload=offload,
     )
     return TrainState(
         job=job,

@@ -50,6 +50,9 @@ WEIGHT = {
 grossly wrong shows here. AdamW divides by the gradient's size, and so turns what is zero but for rounding into steps of
 nearly full length."""
 
+PATIENCE_S = 240.0
+"""A composition takes seconds; on a machine that is busy with other things, a minute."""
+
 Whole = dict[str, torch.Tensor]
 
 
@@ -102,10 +105,10 @@ def check(
         begin_epoch(LocalStore(place))
     wanted = list(oracle.train(one, steps))
     attempts = [step.attempt for step in wanted]
-    found = pool.run(ranks_train, one.world, one, attempts, place, mutation)[0]
+    found = pool.run(ranks_train, one.world, one, attempts, place, mutation, timeout_s=PATIENCE_S)[0]
     report = compare(one, found, wanted)
     if elsewhere:
-        loaded = pool.run(ranks_load, elsewhere.world, elsewhere, place, mutation)[0]
+        loaded = pool.run(ranks_load, elsewhere.world, elsewhere, place, mutation, timeout_s=PATIENCE_S)[0]
         report.same_bits = same_bits(found.saved, loaded)
     return report
 
@@ -184,7 +187,7 @@ def ranks_load(rank: int, world: int, one: Composition, folder: str, mutation: s
     with mutated(mutation):
         state = start(rank, world, one, own=False)
         store = LocalStore(folder)
-        group = Group.of(_key_values(world), rank, world, 30.0)
+        group = Group.of(_key_values(world), rank, world, PATIENCE_S)
         committed = newest(store)
         assert committed is not None
         load(store, committed, state.tensors(), group=group)
@@ -289,7 +292,7 @@ def save(state: TrainState, folder: str) -> None:
         world=job.world,
         kv=_key_values(job.world),
         block_bytes=1024,
-        deadline_s=30.0,
+        deadline_s=PATIENCE_S,
     )
     result = checkpointer.save(state.step, state.tensors(), state.extra(), asynchronous=False).result()
     checkpointer.close()

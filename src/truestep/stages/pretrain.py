@@ -275,6 +275,7 @@ def say_start(
     peak_flops, peak_source = measure_peak(context, precision)
     known = not section.module
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
+    groups = whole_groups(state)
     blocks = {mode: [layer for layer, its in state.recomputed.items() if its == mode] for mode in modes}
     context.note(
         "stage_start",
@@ -297,15 +298,13 @@ def say_start(
         data=[item.data for item in mixture(stage)],
         model=section.model_dump(mode="json"),
         settings={
-            "optimizer": [
-                {k: v for k, v in group.items() if k != "names"} for group in describe(state.optimizer.groups)
-            ],
+            "optimizer": groups,
             "mesh": asdict(state.parallel.groups.degrees),
             "recomputed": blocks,
             "stage": stage.model_dump(mode="json"),
         },
     )
-    for group in describe(state.optimizer.groups):
+    for group in groups:
         context.progress.say(
             f"{stage.name}: {group['group']}: {group['elements']:,} elements in {group['tensors']} tensors, "
             f"{group['method']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
@@ -315,12 +314,28 @@ def say_start(
         context.progress.say(f"{stage.name}: blocks that recompute activations: {counts}")
 
 
+def whole_groups(state: TrainState) -> list[dict[str, Any]]:
+    """Groups of parameters of the whole model, as rank 0 has them; it counts what other ranks hold in. Collective."""
+    rows = [{k: v for k, v in row.items() if k != "names"} for row in describe(state.optimizer.groups)]
+    names = {group.name: [name for name, _ in group.params] for group in state.optimizer.groups}
+    pieces = state.parallel.pieces()
+    known = ("muon", "decay", "no decay", "own")
+    owned = {group: [pieces[name] for name in names.get(group, []) if pieces[name].owned] for group in known}
+    tensors = [sum(bool(p.local.numel()) and not any(p.start) for p in owned[group]) for group in known]
+    elements = [sum(p.local.numel() for p in owned[group]) for group in known]
+    totals = state.job.all_sum([float(n) for n in (*tensors, *elements)])
+    for row in rows:
+        index = known.index(row["group"])
+        row["tensors"], row["elements"] = int(totals[index]), int(totals[len(known) + index])
+    return rows
+
+
 def say_idle(context: Context, stage: Stage, schedule: BatchSchedule, shares: int) -> None:
     """Ranks without a microbatch of their own compute on padding: right, and a waste that somebody should know of."""
     rows = context.recipe.machine.microbatch_rows
     fewest = min(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)) // rows
     if fewest < shares:
         context.progress.say(
-            f"[yellow]{stage.name}: a step has {fewest} microbatches for {shares} shares of it, so {shares - fewest} of "
-            f"them work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
+            f"[yellow]{stage.name}: a step has {fewest} microbatches for {shares} groups of ranks, so "
+            f"{shares - fewest} of them work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
         )

@@ -23,11 +23,17 @@ MESHES = {
 }
 
 
-def _train(rank: int, world: int, mesh: dict, pipe: dict, reduction: str = "exact", tied: bool = True) -> tuple:
+ODD = {"hidden_size": 36, "num_heads": 3, "num_kv_heads": 1, "intermediate_size": 50}
+
+
+def _train(
+    rank: int, world: int, mesh: dict, pipe: dict, reduction="exact", tied=True, precision="float32", odd=False
+) -> tuple:
     with torch.device("meta"):
-        model = Decoder(tiny.section(num_layers=4, tie_embeddings=tied))
+        model = Decoder(tiny.section(num_layers=4, tie_embeddings=tied, **(ODD if odd else {})))
     training = tiny.state(
         tiny.job(rank, world),
+        precision=precision,
         mesh=Mesh(**mesh),
         pipeline=Pipeline(**pipe),
         model=model,
@@ -43,8 +49,8 @@ def _train(rank: int, world: int, mesh: dict, pipe: dict, reduction: str = "exac
 
 
 @cache
-def _alone(reduction: str, tied: bool) -> tuple:
-    return _train(0, 1, {}, {}, reduction, tied)
+def _alone(reduction: str, tied: bool, precision: str = "float32", odd: bool = False) -> tuple:
+    return _train(0, 1, {}, {}, reduction, tied, precision, odd)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -62,3 +68,12 @@ def test_untied_tables_and_fast_sums():
         assert (loss, norm) == pytest.approx((loss_alone, norm_alone), rel=1e-5)
     exact = _alone("exact", True)
     assert [row[0] for row in exact[0]] == pytest.approx([row[0] for row in alone[0]], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["dp_shard 3", "hsdp", "pp 2, dp_shard 2"])
+def test_sizes_that_no_vector_divides_and_low_compute(name, precision):
+    world, mesh, pipe = MESHES[name]
+    assert run_ranks(_train, world, mesh, pipe, "exact", True, precision, True)[0] == _alone(
+        "exact", True, precision, True
+    )

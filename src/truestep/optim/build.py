@@ -31,10 +31,12 @@ def build_optimizer(
     layouts: Mapping[str, Layout] | None = None,
     group: dist.ProcessGroup | None = None,
     offload: bool = False,
+    alike: bool = False,
 ) -> NamedOptimizer:
     """`local_params`: the same parameters as plain tensors of what this rank holds, over the same memory; `layouts`:
     where that lies in the whole parameters, on every rank of `group`. Without them, parameters are whole and this
     process is alone. `offload`: state lies in the host's memory; not for an optimizer of the user's own.
+    `alike`: every element is updated in the same way, wherever in a tensor it lies.
 
     An optimizer of the user's own is called as factory(named_params, roles, lr=..., **options) and returns a torch
     Optimizer over exactly those parameters. They are the model's own: DTensors where FSDP2 shards them, and what is cut
@@ -57,7 +59,7 @@ def build_optimizer(
     groups = [_local(some, local_params, layouts) for some in param_groups(named_params, roles, section)]
     makers: dict[str, Callable[[list[Group]], torch.optim.Optimizer]] = {
         "muon": lambda some: _muon(some, section, layouts, group),
-        "adamw": lambda some: _adamw(some, section),
+        "adamw": lambda some: _adamw(some, section, alike),
     }
     if offload:
         ranks = group.size() if group else 1
@@ -100,8 +102,11 @@ def _muon(
     )
 
 
-def _adamw(groups: Sequence[Group], section: Optim) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(_torch_groups(groups), betas=section.betas, eps=section.eps, fused=True)
+def _adamw(groups: Sequence[Group], section: Optim, alike: bool) -> torch.optim.AdamW:
+    # on a CPU the fused kernel rounds the last few elements of a tensor differently from the others
+    on_cpu = groups[0].params[0][1].device.type == "cpu"
+    kind = {"foreach": True} if alike and on_cpu else {"fused": True}
+    optimizer = torch.optim.AdamW(_torch_groups(groups), betas=section.betas, eps=section.eps, **kind)
     for group in groups:
         for _, param in group.params:
             # What torch makes lazily in the first step, made now: a checkpoint before it is complete.

@@ -76,11 +76,13 @@ def build(
         context=machine.context,
         pipeline=pipeline_settings(model, machine, degrees.pp, stage.context),
         reduces_itself=exact,
+        async_tp=machine.async_tp,
     )
     if numerics.low_precision is not None:
         compute_low(parallel, numerics.low_precision, machine.context, stage.context, seed)
     offload = machine.offload_optimizer
-    state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps, offload=offload)
+    options = {"offload": offload, "alike": exact}
+    state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps, **options)
     state.recomputed = modes
     if exact:
         state.exact = make_exact(parallel, names, job)
@@ -126,8 +128,9 @@ def assemble(
     seed: int,
     steps: int,
     offload: bool = False,
+    alike: bool = False,
 ) -> TrainState:
-    """Optimizer, loss and scaler around a parallel model. `offload`: see build_optimizer."""
+    """Optimizer, loss and scaler around a parallel model. `offload`, `alike`: see build_optimizer."""
     roles = {name: role for part in parallel.parts for name, role in part.roles().items()}  # pyright: ignore[reportCallIssue]
     splits = [part.splits() for part in parallel.parts if isinstance(part, Splittable)]
     optimizer = build_optimizer(
@@ -138,6 +141,7 @@ def assemble(
         layouts=layouts(parallel.named_parameters(), parallel.places, dict(ChainMap(*splits)), parallel.groups),
         group=parallel.groups.stage.group,
         offload=offload,
+        alike=alike,
     )
     return TrainState(
         job=job,

@@ -83,6 +83,7 @@ def exact(
         if not outcome.redo:
             break
         parallel.zero_grad()
+        parallel.probe.take()
     grads = parallel.hand_over_gradients()
     state.scaler.unscale_(grads)
     norm = torch.tensor(outcome.norm / state.scaler.scale, dtype=torch.float64, device=parallel.device)

@@ -11,6 +11,7 @@ from tests.dist import run_ranks
 from tests.train.test_step import assert_same, gradients_of, stepped
 from truestep.errors import UserError
 from truestep.models.decoder import Decoder
+from truestep.parallel.apply import prefetch
 from truestep.parallel.mesh import Limits
 from truestep.plan.activations import block_activations, head_activations
 from truestep.recipe.degrees import Degrees
@@ -157,6 +158,40 @@ def test_resharding_gathers_again_and_changes_no_number():
     freed, kept = run_ranks(_resharding, 2, True), run_ranks(_resharding, 2, False)
     assert_same(freed[0][0], kept[0][0], 1e-12)
     assert freed[0][1] > kept[0][1]
+
+
+class _Order(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gathers of weights and activation functions of blocks, in the order of their calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if "allgather" in name or function is torch.ops.aten.silu.default:
+            self.seen.append("gather" if "allgather" in name else "block")
+        return function(*args, **(kwargs or {}))
+
+
+def _prefetching(rank, world, ahead):
+    training = tiny.state(
+        tiny.job(rank, world), precision="float64", model=_four_blocks(), optim={"lr": 1e-2, "clip_norm": 0}
+    )
+    if ahead:
+        prefetch(training.parallel.bare)
+    batch = tiny.rows()[0]
+    with _Order() as order:
+        grads, _, _ = stepped(training, tiny.share(batch, rank, world, 6), batch.num_targets)
+    return grads, order.seen
+
+
+def test_weights_of_the_next_block_are_gathered_ahead():
+    (plain, before), (ahead, after) = (run_ranks(_prefetching, 2, ahead)[0] for ahead in (False, True))
+    assert_same(plain, ahead, 1e-12)
+    assert before[:5] == ["gather", "gather", "block", "gather", "block"]  # the root's own, then block by block
+    assert after[:5] == ["gather", "gather", "gather", "block", "gather"]
+    assert sorted(before) == sorted(after)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_replicate=2, dp_shard=1)], ids=["fsdp", "ddp"])

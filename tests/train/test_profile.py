@@ -14,12 +14,12 @@ def event(category, name, begin, end, thread=1, **args):
 
 def test_exposed_is_what_no_kernel_covers():
     """Two steps of 100 us. NCCL takes 10-40 and 60-80 of the first, kernels 20-70; of the second 130-140, uncovered."""
-    tensor = {"Process Group Description": "mesh_tp"}
+    tensor = {"Process Group Description": "tp"}
     events = [
         event("user_annotation", STEP, 0, 100),
         event("user_annotation", STEP, 100, 200),
         event("gpu_user_annotation", STEP, 0, 100),
-        event("kernel", "ncclDevKernel_AllGather_RING_LL", 10, 40, 7, **{"Process Group Description": "mesh_dense"}),
+        event("kernel", "ncclDevKernel_AllGather_RING_LL", 10, 40, 7, **{"Process Group Description": "dense"}),
         event("kernel", "ncclDevKernel_ReduceScatter_Sum_f32", 60, 80, 7, **tensor),
         event("kernel", "ncclDevKernel_AllGather_RING_LL", 130, 140, 7, **tensor),
         event("kernel", "gemm", 20, 50, 8),

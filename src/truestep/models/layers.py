@@ -17,6 +17,7 @@ from truestep.models.cache import KVCache
 from truestep.models.context import Core, Rule, core_of
 from truestep.models.rope import RopeTables
 from truestep.numerics.axis import Axes, Axis
+from truestep.numerics.fused import gathered_products, product_scattered
 from truestep.numerics.pieces import Split, span
 from truestep.recipe.model import ModelSection
 
@@ -48,22 +49,45 @@ class Parted(nn.Module):
 
 class Linear(nn.Linear):
     """y = x Wᵀ + b. `product` is the seam of low precision: (x, W) -> x Wᵀ. `after` is what is done with the product
-    before the bias is added, which must not be added once a rank. `rows`: the outputs that are wanted."""
+    before the bias is added, which must not be added once a rank; `fused` is both in one, where there is no `product`.
+    `rows`: the outputs that are wanted."""
 
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
     rows: slice | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = (self.weight, self.bias) if self.rows is None else (self.weight[self.rows], self._cut_bias())
+        weight, bias = self.wanted()
         if self.after is None and self.product is None:
             return linear(x, weight, bias)
-        y = (self.product or linear)(x, weight)
-        y = y if self.after is None else self.after(y)
+        if self.fused is not None and self.product is None:
+            y = self.fused(x, weight)
+        else:
+            y = (self.product or linear)(x, weight)
+            y = y if self.after is None else self.after(y)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def _cut_bias(self) -> torch.Tensor | None:
-        return None if self.bias is None else self.bias[self.rows]
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the outputs that are wanted."""
+        if self.rows is None:
+            return self.weight, self.bias
+        return self.weight[self.rows], None if self.bias is None else self.bias[self.rows]
+
+    def then_scatter(self, axis: Axis) -> None:
+        """The outputs are to be summed over the axis and their sequence (dim 1) cut, before the bias is added."""
+        self.after = lambda y: axis.scatter_sum(y, 1)
+        self.fused = (lambda x, weight: product_scattered(x, weight, axis, 1)) if axis.fuses else None
+
+
+def of_whole(x_BTD: torch.Tensor, axis: Axis, *maps: Linear) -> list[torch.Tensor]:
+    """Each map of the whole sequence, of which `x_BTD` is this rank's part along the axis."""
+    if axis.fuses and all(one.product is None for one in maps):
+        weights, biases = zip(*(one.wanted() for one in maps))
+        products = gathered_products(x_BTD, weights, axis, 1)
+        return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases)]
+    x_BTD = axis.gather(x_BTD, 1)
+    return [one(x_BTD) for one in maps]
 
 
 class RMSNorm(nn.Module):
@@ -124,7 +148,7 @@ class Attention(Parted):
         self.core = core_of(axes)
         if tp.size == 1:
             return
-        self.out.after = lambda y: tp.scatter_sum(y, 1)
+        self.out.then_scatter(tp)
         if self.splits_kv:
             across = (self.q_norm, self.k_norm)
         else:
@@ -154,9 +178,9 @@ class Attention(Parted):
         return table
 
     def forward(self, x_BTD: torch.Tensor, given: LayerInput) -> torch.Tensor:
-        x_BTD = self.tp.gather(x_BTD, 1)
-        q_BTHK = given.rope.rotate(self._heads(self.q(x_BTD), self.q_norm))
-        k_BTGK, v_BTGK = self._heads(self.k(x_BTD), self.k_norm), self.v(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q_BTQ, k_BTN, v_BTN = of_whole(x_BTD, self.tp, self.q, self.k, self.v)
+        q_BTHK = given.rope.rotate(self._heads(q_BTQ, self.q_norm))
+        k_BTGK, v_BTGK = self._heads(k_BTN, self.k_norm), v_BTN.unflatten(-1, (-1, self.head_dim))
         if self.kv_heads is not None:
             k_BTGK = k_BTGK if self.k.rows else k_BTGK[:, :, self.kv_heads]
             v_BTGK = v_BTGK if self.v.rows else v_BTGK[:, :, self.kv_heads]
@@ -189,14 +213,13 @@ class GatedMLP(Parted):
     def place(self, axes: Axes) -> None:
         self.tp = tp = axes.tp
         if tp.size > 1:
-            self.down.after = lambda y: tp.scatter_sum(y, 1)
+            self.down.then_scatter(tp)
 
     def splits(self) -> dict[str, Split]:
         columns = {f"{name}.{kind}": Split("tp", 0) for name in ("gate", "up") for kind in ("weight", "bias")}
         return columns | {"down.weight": Split("tp", 1)}
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = self.tp.gather(x_BTD, 1)
-        gate = self.gate(x_BTD)
+        gate, up = of_whole(x_BTD, self.tp, self.gate, self.up)
         active = gelu(gate, approximate="tanh") if self.tanh else silu(gate)
-        return self.down(active * self.up(x_BTD))
+        return self.down(active * up)

@@ -45,7 +45,7 @@ class LatentAttention(Parted):
         self.tp = tp = axes.tp
         self.core = core_of(axes)
         if tp.size > 1:
-            self.out.after = lambda y: tp.scatter_sum(y, 1)
+            self.out.then_scatter(tp)
 
     def splits(self) -> dict[str, Split]:
         m = self.mla

@@ -24,7 +24,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Axis:
-    """`rank` of `size` ranks along the axis `name`, which talk through `group`."""
+    """`rank` of `size` ranks along the axis `name`, which talk through `group`. `fuses`: matrix products are to be one
+    with the gathers and sums before and after them (numerics.fused)."""
+
+    fuses = False
 
     def __init__(self, name: str, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None):
         assert size == 1 or group is not None, name

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from truestep.numerics.axis import Axes
+from truestep.numerics.fused import require_symmetric_memory
 from truestep.numerics.pieces import Piece, Split
 from truestep.numerics.roles import Role
 from truestep.parallel.experts import place_experts
@@ -81,15 +83,20 @@ def parallelize(
     pipeline: PipelineSettings | None = None,
     context: Context | None = None,
     reduces_itself: bool = False,
+    async_tp: bool = False,
 ) -> Parallel:
     """Split and shard `model` (on the meta device), give it memory on `device` and have `fill(model, pieces)` fill the
     pieces of its parameters in place.
 
     Gradients are *summed* over ranks (divisor 1): the step has divided each microbatch's loss by the weight of the
     whole global batch. Compute is in `dtype`; parameters, gradients and reductions stay at least fp32. With
-    `reduces_itself` replicas are sharded by FSDP2 too (over one rank each), whose reductions can be taken over.
+    `reduces_itself` replicas are sharded by FSDP2 too (over one rank each), whose reductions can be taken over; with
+    `async_tp` products and collectives of the tensor axis are one (numerics.fused).
     """
     groups = make_groups(degrees, device, context)
+    if async_tp:
+        require_symmetric_memory(groups.axes.tp, device)
+        groups.axes.tp.fuses = groups.axes.tp.size > 1
     axes = {"tp": groups.axes.tp, "ep": groups.axes.ep}
     roles = model.roles()  # pyright: ignore[reportCallIssue]
     parts = {0: model} if degrees.pp == 1 else _cut_up(model, groups, pipeline)
@@ -117,7 +124,7 @@ def parallelize(
         if degrees.dense_shard * degrees.dp_replicate > 1 or (experts and degrees.edp > 1):
             for part in parts.values():
                 keep = reshard_after_forward and degrees.pp == 1  # a pipeline gathers once a step
-                _shard(part, groups, dtype, keep, small, experts, result)
+                _shard(part, groups, _policy(dtype, reduces_itself), keep, small, experts, result)
         result.places = places(regions, splits, groups, small)
     for part in parts.values():
         part.to_empty(device=device)
@@ -186,17 +193,22 @@ def _replicate(model: nn.Module, groups: Groups) -> DistributedDataParallel:
     return replicated
 
 
+def _policy(dtype: torch.dtype, by_autocast: bool) -> MixedPrecisionPolicy:
+    """Gathered weights in the dtype of the products, which halves what travels; or as they are, cast by autocast as on
+    one device, where bits are to be the same."""
+    low = dtype not in (torch.float32, torch.float64) and not by_autocast
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+
+
 def _shard(
     model: nn.Module,
     groups: Groups,
-    dtype: torch.dtype,
+    policy: MixedPrecisionPolicy,
     reshard: bool,
     small: set[str],
     experts: set[str],
     result: Parallel,
 ) -> None:
-    low = dtype not in (torch.float32, torch.float64)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
     parameters = dict(model.named_parameters())
     ignored = {parameters[name] for name in small if name in parameters}
     options = {"mp_policy": policy, "ignored_params": ignored}
@@ -220,6 +232,17 @@ def _shard(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             module.set_custom_reduce_scatter(comm)
+    if result.device.type == "cuda":
+        prefetch(model)
+
+
+def prefetch(model: nn.Module) -> None:
+    """Let the weights of a block be asked for before the block ahead of it computes. FSDP2 by itself asks when a block
+    begins, which is in time only while the host runs ahead of the device: not where it reads something back, as for the
+    sizes of experts' exchanges. (In the backward pass it looks ahead itself.)"""
+    blocks = list(model.blocks)  # pyright: ignore[reportArgumentType]
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([m for m in following.modules() if isinstance(m, FSDPModule)])
 
 
 def _expert_dim(num_shards: int, parameter: nn.Parameter) -> Shard | None:

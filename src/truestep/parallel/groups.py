@@ -55,16 +55,16 @@ def make_groups(degrees: Degrees, device: torch.device, context: Context | None 
 
     def axis(name: str, members: torch.Tensor) -> Axis:
         listed = members.flatten().tolist()
-        group = _group(listed, made) if len(listed) > 1 else None
+        group = _group(name, listed, made) if len(listed) > 1 else None
         return Axis(name, len(listed), listed.index(dist.get_rank()), group)
 
     def mesh(name: str, members: torch.Tensor) -> DeviceMesh:
         """Of FSDP2, (replicas, shards): one dimension where there is one replica."""
         mine = (members == dist.get_rank()).nonzero()[0].tolist()
-        sharing = _group(members[mine[0]].tolist(), made)
+        sharing = _group(name, members[mine[0]].tolist(), made)
         if d.dp_replicate == 1:
             return DeviceMesh.from_group(sharing, device.type, mesh=members[0], mesh_dim_names=(name,))
-        copies = _group(members[:, mine[1]].tolist(), made)
+        copies = _group("dp_replicate", members[:, mine[1]].tolist(), made)
         names = ("dp_replicate", name)
         return DeviceMesh.from_group([copies, sharing], device.type, mesh=members, mesh_dim_names=names)
 
@@ -89,9 +89,10 @@ def make_groups(degrees: Degrees, device: torch.device, context: Context | None 
     )
 
 
-def _group(ranks: list[int], made: dict[tuple[int, ...], Any]) -> Any:
-    """The group of these ranks, made once. Only they take part in making it."""
+def _group(name: str, ranks: list[int], made: dict[tuple[int, ...], Any]) -> Any:
+    """The group of these ranks, made once; profiles name it by the first axis that it serves. Only they take part in
+    making it."""
     key = tuple(ranks)
     if key not in made:
-        made[key] = dist.new_group(ranks, use_local_synchronization=True)
+        made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
     return made[key]

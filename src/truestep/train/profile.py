@@ -94,7 +94,7 @@ def _collective(event: Mapping[str, Any]) -> str:
     if event.get("cat") == "kernel" and name.startswith("nccl"):
         arguments = event.get("args", {})
         described = arguments.get("Process Group Description") or arguments.get("Collective name") or "unnamed"
-        return described.removeprefix("mesh_")
+        return "world" if described == "default_pg" else described
     if event.get("cat") == "user_annotation" and name.startswith("gloo:"):
         return name.removeprefix("gloo:")
     return ""

@@ -122,7 +122,7 @@ class Machine(Section):
     )
     activation_memory: Bytes = field("8GiB", help="what activations of one rank may take", gt=0, digest="bits")
     offload_optimizer: bool = field(
-        False, help="keep optimizer state in the host's memory, from where it visits the GPU for the update", digest="bits"
+        False, help="keep optimizer state in the host's memory; it visits the GPU for the update", digest="bits"
     )
     compile: bool = field(False, help="torch.compile every block", digest="bits")
     reshard_after_forward: bool = field(True, help="FSDP2: free gathered weights after the forward pass", digest="bits")

@@ -89,7 +89,7 @@ class Axes:
 
     @property
     def order(self) -> list[int]:
-        """The equal parts of a row by number, in the order in which the ranks along cp, one after another, hold them."""
+        """The equal parts of a row by number, in the order in which the ranks along cp, one by one, hold them."""
         parts = self.context.parts_per_rank if self.cp.size > 1 else 1
         size = self.cp.size
         return [place.start for rank in range(size) for place in columns(size * parts, size, rank, parts)]

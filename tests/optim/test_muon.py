@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from math import prod
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from truestep.models.decoder import Decoder
 from truestep.numerics.boxes import Box, Layout, whole
 from truestep.numerics.pieces import span, stream_whole
 from truestep.numerics.roles import Role
-from truestep.optim import muon
+from truestep.optim import muon, newton_schulz
 from truestep.optim.build import build_optimizer
 from truestep.optim.newton_schulz import cost, orthogonalise, orthogonalise_stacks
 from truestep.optim.owners import buckets, runs_of
@@ -170,7 +171,9 @@ MESHES = {
 }
 
 
-def _trained(rank: int, world: int, degrees: Degrees, precision: str, reduction="fast") -> dict[str, torch.Tensor]:
+def _trained(
+    rank: int, world: int, degrees: Degrees, precision: str, reduction: Literal["fast", "exact"] = "fast"
+) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint after three steps, on rank 0."""
     with torch.device("meta"):
         model = Decoder(tiny.section(**MODEL))
@@ -251,6 +254,13 @@ def test_bits_of_a_stack_do_not_depend_on_what_else_there_is(shape, dtype):
     for part in parts:
         orthogonalise_stacks([part], 5, dtype)
     assert torch.equal(together[0], torch.cat(parts))
+    batches = []
+    with patch.object(
+        newton_schulz, "orthogonalise", lambda x, *rest: batches.append(x.shape) or orthogonalise(x, *rest)
+    ):
+        orthogonalise_stacks([stack[:3], stack[3:]], 5, dtype)
+        orthogonalise_stacks([stack[:1]], 5, dtype)
+    assert batches == [(8, *shape)] * 3
 
 
 def test_matrices_without_gradient_stay():

@@ -56,7 +56,7 @@ def build_optimizer(
         raise UserError(f"optim.options ({names}) would not be used by {section.kind!r}; remove them.")
     local_params = dict(named_params) if local_params is None else local_params
     layouts = {name: whole(param.shape) for name, param in named_params} if layouts is None else layouts
-    groups = [_local(some, local_params, layouts) for some in param_groups(named_params, roles, section)]
+    groups = [_local(some, local_params) for some in param_groups(named_params, roles, section)]
     makers: dict[str, Callable[[list[Group]], torch.optim.Optimizer]] = {
         "muon": lambda some: _muon(some, section, layouts, group),
         "adamw": lambda some: _adamw(some, section, alike),
@@ -76,10 +76,8 @@ def build_optimizer(
     return NamedOptimizer(groups, parts)
 
 
-def _local(group: Group, local_params: Mapping[str, torch.nn.Parameter], layouts: Mapping[str, Layout]) -> Group:
-    names = [name for name, _ in group.params]
-    elements = sum(prod(layouts[name].shape) for name in names)
-    return replace(group, params=[(name, local_params[name]) for name in names], elements=elements)
+def _local(group: Group, local_params: Mapping[str, torch.nn.Parameter]) -> Group:
+    return replace(group, params=[(name, local_params[name]) for name, _ in group.params])
 
 
 def _torch_groups(groups: Sequence[Group]) -> list[dict]:

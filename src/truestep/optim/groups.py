@@ -6,7 +6,7 @@ embedding.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -19,14 +19,13 @@ Named = tuple[str, torch.nn.Parameter]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated alike. `lr` is the peak rate, `elements` how many there are in the whole tensors."""
+    """Parameters that are updated alike. `lr` is the peak rate."""
 
     name: str
     method: str
     lr: float
     weight_decay: float
     params: list[Named]
-    elements: int = 0
 
 
 def param_groups(named_params: Iterable[Named], roles: Mapping[str, Role], section: Optim) -> list[Group]:
@@ -45,11 +44,7 @@ def param_groups(named_params: Iterable[Named], roles: Mapping[str, Role], secti
         if name not in roles:
             raise UserError(f"parameter {name!r} has no role; name it in the model's roles().")
         groups[_group_of(roles[name], param, section)].params.append((name, param))
-    return [
-        replace(group, elements=sum(param.numel() for _, param in group.params))
-        for group in groups.values()
-        if group.params
-    ]
+    return [group for group in groups.values() if group.params]
 
 
 def _group_of(role: Role, param: torch.Tensor, section: Optim) -> str:
@@ -71,7 +66,7 @@ def describe(groups: Iterable[Group]) -> list[dict[str, str | int | float | list
             "lr": group.lr,
             "weight_decay": group.weight_decay,
             "tensors": len(group.params),
-            "elements": group.elements,
+            "elements": sum(param.numel() for _, param in group.params),
             "names": [name for name, _ in group.params],
         }
         for group in groups

@@ -1,11 +1,10 @@
 """The optimizer as the training loop and the checkpoint see it: parts that step together, state by parameter name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from truestep.errors import CheckpointError
 from truestep.optim.groups import Group
 
 
@@ -53,35 +52,3 @@ class NamedOptimizer:
             name: {key: value for key, value in states.get(id(param), {}).items() if value is not None}
             for name, param in self.named_params.items()
         }
-
-    @torch.no_grad()
-    def load_named_state(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Copy `saved` in. Raises CheckpointError, and changes nothing, if a name is missing or unknown, or a shape or
-        dtype differs."""
-        here = self.named_state()
-        _check_same(here, saved)
-        for name, tensor in here.items():
-            tensor.copy_(saved[name])
-
-
-def _check_same(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    if missing := sorted(here.keys() - saved.keys()):
-        raise CheckpointError(
-            f"the saved optimizer state lacks {missing[0]!r} ({len(missing)} of {len(here)} missing); "
-            f"load a checkpoint of the same model and optimizer, or weights only."
-        )
-    if unexpected := sorted(saved.keys() - here.keys()):
-        raise CheckpointError(
-            f"the saved optimizer state has {unexpected[0]!r} ({len(unexpected)} in all) that this optimizer does not "
-            f"know; load a checkpoint of the same model and optimizer, or weights only."
-        )
-    for name, tensor in here.items():
-        if (tensor.shape, tensor.dtype) != (saved[name].shape, saved[name].dtype):
-            raise CheckpointError(
-                f"the saved optimizer state {name!r} is {_kind(saved[name])}, but this optimizer's is {_kind(tensor)}; "
-                f"load a checkpoint of the same model and optimizer, or weights only."
-            )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

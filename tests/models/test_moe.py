@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from tests.models.sections import small
+from tests.models.sections import VOCAB, small
 from truestep.models import moe as moe_module
+from truestep.models.build import build_model, init_weights
+from truestep.models.decoder import Decoder
 from truestep.models.layers import LayerInput
 from truestep.models.mla import LatentAttention
 from truestep.models.moe import MoE, grouped_product
@@ -83,6 +85,27 @@ def test_experts_under_autocast():
     y_BTD.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in experts.parameters())
     torch.testing.assert_close(y_BTD.float(), made(torch.float32)(x_BTD.float()), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_count_and_route_as_plain_ones():
+    """Experts stay out of the graph; the rest of the block is in it."""
+    moe = {"num_experts": 6, "top_k": 2, "expert_size": 16, "shared_size": 16}
+    models, found, tokens_BT = [], [], torch.arange(14).view(2, 7) % VOCAB
+    for compiled in (False, True):
+        model = build_model(small(family="deepseek_v3", num_layers=1, moe=moe, mla=MLA), VOCAB).to_empty(device="cpu")
+        assert isinstance(model, Decoder)
+        init_weights(model, 0)
+        models.append(model)
+        for block in model.blocks:
+            if compiled:
+                block.compile(backend="aot_eager")
+        model.begin_step(tokens=14)
+        model(tokens_BT).logsumexp(-1).sum().backward()
+        found.append(model.end_step(lambda x: x))
+    assert found[0] == pytest.approx(found[1])
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters()):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
 def test_grouping_keeps_order_and_returns():

@@ -94,6 +94,7 @@ class MoE(Parted):
     def splits(self) -> dict[str, Split]:
         return {f"experts.{name}": Split("ep", 0) for name in ("gate", "up", "down")}
 
+    @torch.compiler.disable  # a graph would fix what depends on data: sizes, and whether this pass is counted
     def forward(self, x_BTD: torch.Tensor, real_BT: torch.Tensor | None = None) -> torch.Tensor:
         """`real_BT` is false for padding; None: there is none. Shared experts work while the tokens travel."""
         x_ND = x_BTD.flatten(0, 1)

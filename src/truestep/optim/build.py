@@ -39,10 +39,10 @@ def build_optimizer(
     `alike`: every element is updated in the same way, wherever in a tensor it lies.
 
     An optimizer of the user's own is called as factory(named_params, roles, lr=..., **options) and returns a torch
-    Optimizer over exactly those parameters. They are the model's own: DTensors where FSDP2 shards them, and what is cut
-    by tensor or expert parallelism, or left out by a pipeline, is not there: such parameters are this rank's parts, and
-    their shapes are those of the parts. Gradients are complete sums; what goes beyond single elements (a norm, an
-    inverse) is the factory's to put together."""
+    Optimizer over exactly those parameters. They are the model's own: DTensors where FSDP2 shards them. A
+    parameter that tensor or expert parallelism cuts is this rank's part of it, also in its shape, and in a pipeline
+    there are those of this rank's layers alone. Gradients are complete sums over ranks. So what goes element by element
+    works as it is; what needs whole matrices or norms has to put them together."""
     named_params = list(named_params)
     require_master(named_params)
     if is_import_path(section.kind):

@@ -79,3 +79,11 @@ def test_parity(tmp_path):
     for kind, row in rows.items():
         assert not row["faults"], kind
         assert row["float64"] <= 1e-10 and max(row["float64"], row["float32"]) > 0
+
+
+def test_exact(tmp_path):
+    meshes = run("exact.py", tmp_path / "out.json", "--smoke")["meshes"]
+    assert set(meshes) == {"dp_shard", "dp_replicate"}
+    for mesh, found in meshes.items():
+        fast, exact = (found["steps"][kind] for kind in ("fast", "exact"))
+        assert len(fast) == len(exact) > 0 and all(step["cpu_seconds"] > 0 for step in (*fast, *exact)), mesh

@@ -65,6 +65,9 @@ def _rows(now: "Status") -> list[tuple[str, str]]:
         bits = now.held_out.bits_per_byte
         figures = f"loss {now.held_out.loss:.4f}" + ("" if bits is None else f", {bits:.4f} bits per byte")
         rows.append(("held-out", f"{figures} (step {now.held_out.step:,})"))
+        if now.held_out.high_loss is not None:
+            gap = now.held_out.loss - now.held_out.high_loss
+            rows.append(("low precision", f"costs {gap:+.4f} nats per token there"))
     saved = "none yet"
     if now.saved is not None and now.saved_age_s is not None:
         saved = f"step {now.saved.step:,} of {now.saved.stage}, {duration(now.saved_age_s)} ago"

@@ -61,7 +61,7 @@ class Curves:
 def plots(curves: Curves) -> list[Plot]:
     """All pictures of a stage for which there is data."""
     with matplotlib.rc_context(_STYLE):
-        drawn = [loss(curves), bits(curves), grad_norm(curves), shards(curves)]
+        drawn = [loss(curves), bits(curves), gap(curves), grad_norm(curves), shards(curves)]
         drawn += [learning_rate(curves), speed(curves), stalls(curves)]
     return [plot for plot in drawn if plot is not None]
 
@@ -98,6 +98,19 @@ def bits(curves: Curves) -> Plot | None:
     if curves.steps:
         axes.set_xlim(0, curves.steps[-1].step * 1.03)
     return _plot("Held-out bits per byte", f"last {known[-1][1]:.4f}", axes, curves)
+
+
+def gap(curves: Curves) -> Plot | None:
+    """What low precision costs: held-out loss beyond that of the same weights with every product high."""
+    known = [(e.step, e.loss - e.high_loss) for e in curves.evals if e.high_loss is not None]
+    if not known:
+        return None
+    axes = _axes("nats per token")
+    axes.axhline(0.0, color=GREY, lw=1)
+    axes.plot([x for x, _ in known], [y for _, y in known], "o-", color=RED, ms=4, lw=1.6)
+    if curves.steps:
+        axes.set_xlim(0, curves.steps[-1].step * 1.03)
+    return _plot("Held-out loss that low precision adds", f"last {known[-1][1]:+.4f}", axes, curves)
 
 
 def grad_norm(curves: Curves) -> Plot | None:

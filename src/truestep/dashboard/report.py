@@ -21,7 +21,7 @@ from truestep.ledger.ledger import Account, Ledger, build_ledger
 from truestep.ledger.words import bare, count, duration, flat, power_of_ten, show
 from truestep.runlog.log import read, verify
 from truestep.runlog.metrics import read_metrics
-from truestep.runlog.records import Data, Eval, Gate, Model, Note, Profile, Sample, Yardstick
+from truestep.runlog.records import Data, Eval, Gate, Memory, Model, Note, Profile, Sample, Yardstick
 
 COLOURS = {
     "productive": "#2563eb",
@@ -124,10 +124,11 @@ def _stage(history: History, ledger: Ledger, name: str, rows: pa.Table | None) -
     gates = [d for d in mine if isinstance(d, Gate) and d.stage == name]
     samples = {d.prompt: d for d in mine if isinstance(d, Sample) and d.stage == name}
     models = [d for d in mine if isinstance(d, Model) and d.stage == name]
+    memory = [d for d in mine if isinstance(d, Memory) and d.stage == name]
     return StageView(
         name=name,
         kind=start.stage_kind if start else "",
-        facts=_stage_facts(curves, start, models),
+        facts=_stage_facts(curves, start, models, memory),
         settings=flat({"model": start.model, **start.settings}) if start else {},
         plots=plots(curves),
         gate=gates[-1] if gates else None,
@@ -137,7 +138,7 @@ def _stage(history: History, ledger: Ledger, name: str, rows: pa.Table | None) -
     )
 
 
-def _stage_facts(curves: Curves, start: Any, models: list[Model]) -> list[tuple[str, str]]:
+def _stage_facts(curves: Curves, start: Any, models: list[Model], memory: list[Memory]) -> list[tuple[str, str]]:
     facts = []
     if start is not None:
         total = start.params.get("total")
@@ -147,15 +148,27 @@ def _stage_facts(curves: Curves, start: Any, models: list[Model]) -> list[tuple[
         facts.append(("precision", start.precision or NOT_RECORDED))
         facts.append(("started from", start.start or NOT_RECORDED))
     if curves.evals:
-        facts.append(("held-out", _held_out(curves.evals[-1])))
+        facts += _held_out(curves.evals[-1])
+    if memory:
+        facts += _memory(memory[-1])
     if models:
         facts.append(("model", models[-1].digest[:16]))
     return facts
 
 
-def _held_out(last: Eval) -> str:
+def _held_out(last: Eval) -> list[tuple[str, str]]:
     bits = "" if last.bits_per_byte is None else f", {last.bits_per_byte:.4f} bits per byte"
-    return f"loss {last.loss:.4f}{bits}"
+    facts = [("held-out", f"loss {last.loss:.4f}{bits}")]
+    if last.high_loss is not None:
+        facts.append(("low precision costs", f"{last.loss - last.high_loss:+.4f} nats per token"))
+    return facts
+
+
+def _memory(used: Memory) -> list[tuple[str, str]]:
+    facts = [("kept for backward", f"{used.kept_bytes / 2**20:,.1f} MiB a microbatch")]
+    if used.peak_bytes is not None:
+        facts.append(("device's peak", f"{used.peak_bytes / 2**30:,.2f} GiB"))
+    return facts
 
 
 def _tiles(now: Status, ledger: Ledger) -> list[tuple[str, str, str]]:

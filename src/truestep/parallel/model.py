@@ -17,6 +17,7 @@ from truestep.numerics.batch import Batch
 from truestep.numerics.low_precision.draws import Draws
 from truestep.numerics.pieces import Piece, piece_of
 from truestep.parallel.groups import Groups
+from truestep.parallel.kept import Kept
 from truestep.parallel.layout import Place
 from truestep.parallel.pipeline import Pipeline
 from truestep.parallel.probe import NormProbe
@@ -86,6 +87,7 @@ class Parallel:
     mirror: Mirror | None = None
     draws: Draws | None = None
     after_backward: Callable[[], None] | None = None
+    _kept: Kept = field(default_factory=Kept)
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
     _metric_names: list[str] | None = None
 
@@ -102,6 +104,11 @@ class Parallel:
     @property
     def has_head(self) -> bool:
         return self.pipeline is None or self.pipeline.has_head
+
+    @property
+    def kept(self) -> Kept:
+        """What autograd keeps of a microbatch on this rank."""
+        return self._kept if self.pipeline is None else self.pipeline.kept
 
     @property
     def counts(self) -> bool:
@@ -142,7 +149,7 @@ class Parallel:
             begin(index)
             batch = batch.to(self.device)
             with self.microbatch(last=index == len(batches) - 1):
-                with self.compute():
+                with self.compute(), self.kept.counting(0, self.bare):
                     loss_sum, extra = forward(self.call, batch, loss_of(batch))
                 if factor:
                     (loss_sum * factor).backward()

@@ -20,6 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from truestep.numerics.axis import Axis
 from truestep.numerics.batch import Batch
+from truestep.parallel.kept import Kept
 from truestep.parallel.schedule import Action, orders, rank_of_part
 
 Head = Callable[[Any], Any]
@@ -54,6 +55,7 @@ class Pipeline:
     shape: Shape
     compute: Callable[[], AbstractContextManager]
     after_backward: Callable[[], None] | None = None
+    kept: Kept = field(default_factory=Kept)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     _results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -141,7 +143,7 @@ class Pipeline:
         number, part, given = action.part, self.parts[action.part], None
         if number > 0:
             given = self._take("F", number, action.microbatch).requires_grad_()
-        with self.compute():
+        with self.compute(), self.kept.counting(number, part):
             out = _call(part, batch.tokens_BT if given is None else given, batch, head)
         last, key = number == self.num_parts - 1, (number, action.microbatch)
         self._kept[key] = _Kept(given, out[0] if last else out)

@@ -1,9 +1,10 @@
 """Activation checkpointing of blocks: what the backward pass needs is computed again there (arXiv 1604.06174)."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -34,7 +35,14 @@ def _contexts() -> tuple["_Keep", "_Recall"]:
     """Unlike torch's own, for blocks that run backward twice (zero-bubble pipelines do inputs and weights apart), and
     that do something else besides when they are computed again (routers count their tokens once)."""
     kept: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    return _Keep(kept), _Recall(kept)
+    recall = _Recall(kept)
+    _recalls.add(recall)
+    return _Keep(kept), recall
+
+
+def kept_products() -> Iterator[torch.Tensor]:
+    """What "selective" keeps at this moment for backward passes to come; autograd's hooks do not see it."""
+    return (result for recall in _recalls for results in recall.kept.values() for result in results)
 
 
 class _Keep(TorchDispatchMode):
@@ -68,3 +76,6 @@ class _Recall(TorchDispatchMode):
             return op(*args, **(kwargs or {}))
         self.calls[op] += 1
         return self.kept[op][self.calls[op] - 1].detach()
+
+
+_recalls: WeakSet[_Recall] = WeakSet()

@@ -109,6 +109,7 @@ class Eval:
     bytes: int | None = None
     data: str | None = None
     method: str | None = None  # how bytes were counted
+    high_loss: float | None = None  # of the same weights without low precision, where that is on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,16 @@ class Profile:
     groups: dict[str, dict[str, float]]  # axis of the mesh, or kind of collective -> communication_s, exposed_s
     worst_communication_s: float | None = None
     worst_exposed_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What the first steps of an attempt at a stage took, on the rank with most of it."""
+
+    stage: str
+    step: int  # the last of them
+    kept_bytes: int  # by autograd, of one microbatch, from its forward to its backward pass
+    peak_bytes: int | None = None  # largest sum of the device's allocations; None on a CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +259,7 @@ KINDS: dict[str, type] = {
     "skip": Skip,
     "phase": Phase,
     "profile": Profile,
+    "memory": Memory,
     "model": Model,
     "gate": Gate,
     "yardstick": Yardstick,

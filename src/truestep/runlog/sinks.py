@@ -62,7 +62,8 @@ def scalars(record: Record) -> Iterator[tuple[str, int, float]]:
         values["tokens_per_s"] = data.tokens / data.step_s if data.step_s else None
         group = "train"
     elif isinstance(data, Eval):
-        values, group = {"loss": data.loss, "bits_per_byte": data.bits_per_byte, "eval_s": data.eval_s}, "held-out"
+        values = {"loss": data.loss, "bits_per_byte": data.bits_per_byte, "eval_s": data.eval_s}
+        values["high_loss"], group = data.high_loss, "held-out"
     elif isinstance(data, Save):
         values, group = {"ok": float(data.ok), "stall_s": data.stall_s, "total_s": data.total_s}, "checkpoint"
     else:

@@ -37,7 +37,7 @@ from truestep.stages.finish import Finished, finish
 from truestep.stages.measure import measure_peak, measure_precision, versions
 from truestep.storage.store import open_store
 from truestep.train.build import build
-from truestep.train.evaluate import HeldOut, Text, evaluate
+from truestep.train.evaluate import HeldOut, Text, evaluate_with_gap
 from truestep.train.loop import Loop
 from truestep.train.profile import StepProfiler
 from truestep.train.state import TrainState
@@ -253,12 +253,12 @@ def evaluate_on(
     assert stage.evaluate is not None
     groups, limit = state.parallel.groups, 0 if whole else stage.evaluate.rows
     share = groups.data_rank, groups.data_size
-    batches = evaluation_batches(corpus, stage.context, stage.mask_documents, *share, rows, limit)
+    batches = partial(evaluation_batches, corpus, stage.context, stage.mask_documents, *share, rows, limit)
     num_bytes, store = corpus.store.num_bytes, corpus.store
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     complete = not limit and num_bytes is not None and corpus.packing == "split"
     text = Text(lengths, num_bytes or 0, store.num_documents, complete)
-    return evaluate(state.parallel, state.job, batches, text)
+    return evaluate_with_gap(state.parallel, state.job, batches, text)
 
 
 def say_start(
@@ -337,5 +337,6 @@ def say_idle(context: Context, stage: Stage, schedule: BatchSchedule, shares: in
     if fewest < shares:
         context.progress.say(
             f"[yellow]{stage.name}: a step has {fewest} microbatches for {shares} groups of ranks, so "
-            f"{shares - fewest} of them work on padding; lower machine.microbatch_rows (now {rows}) or use fewer processes[/yellow]"
+            f"{shares - fewest} of them work on padding; lower machine.microbatch_rows (now {rows}) or use fewer "
+            f"processes[/yellow]"
         )

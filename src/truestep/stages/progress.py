@@ -66,7 +66,9 @@ class TerminalProgress(AbstractContextManager):
 
     def held_out(self, stage: str, step: int, figures: HeldOut) -> None:
         bits = "" if figures.bits_per_byte is None else f"  {figures.bits_per_byte:.4f} bits per byte"
-        self.say(f"{stage}: step {step}  held-out loss {figures.loss:.4f}{bits}")
+        high = figures.high_loss
+        gap = "" if high is None else f"  low precision costs {figures.loss - high:+.4f}"
+        self.say(f"{stage}: step {step}  held-out loss {figures.loss:.4f}{bits}{gap}")
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,9 +1,9 @@
 """Held-out evaluation: loss per target, bits per byte. Leaves the model's mode and every random stream as they were."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -13,18 +13,21 @@ from truestep.losses.token_nll import token_nll
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
+from truestep.train.low_precision import products_high
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """`loss`: nats per target, special tokens included. `bits_per_byte`: special tokens left out of both sums; None
-    where the tokenizer's byte lengths are not known. `method` says what the bits cover."""
+    where the tokenizer's byte lengths are not known. `method` says what the bits cover. `high_loss`: nats per target of
+    the same weights with every product high, where low precision is on; what is more in `loss` the formats cost."""
 
     loss: float
     targets: int
     bits_per_byte: float | None
     num_bytes: int
     method: str
+    high_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,17 @@ def evaluate(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text 
         bits += text.num_documents * math.log2(len(text.byte_lengths))
         num_bytes, method = text.num_bytes, "whole text; the first token of a document charged log2(vocabulary) bits"
     return HeldOut(loss, int(targets), bits / num_bytes, int(num_bytes), method)
+
+
+def evaluate_with_gap(
+    parallel: Parallel, job: Job, batches: Callable[[], Iterable[Batch]], text: Text | None
+) -> HeldOut:
+    """`evaluate`, and where low precision is on a second time for `high_loss`. `batches()` begins anew."""
+    found = evaluate(parallel, job, batches(), text)
+    if parallel.draws is None:
+        return found
+    with products_high(parallel):
+        return replace(found, high_loss=evaluate(parallel, job, batches(), None).loss)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.sentinel.finite import Verdict
 from truestep.train.evaluate import HeldOut
+from truestep.train.memory import MemoryUse, MemoryWatch
 from truestep.train.profile import StepProfiler
 from truestep.train.state import TrainState
 from truestep.train.step import StepResult, train_step
@@ -62,6 +63,7 @@ class Loop:
     def run(self) -> str:
         """Train to the last step. Returns "done", or "stopped" after a polite stop; either way the state is saved."""
         state = self.state
+        memory = MemoryWatch(state.parallel, state.job)
         with StopSignal() as stop:
             began = time.perf_counter()
             for step, batches, num_targets in self.feed:
@@ -75,6 +77,7 @@ class Loop:
                 if self.profiler and self.profiler.finished:
                     self._end_profile()
                 stopping, saving = (answer > 0 for answer in result.agreed)
+                self._say_memory(memory.after_step(last=stopping or state.step == state.steps))
                 if self.evaluate_every and state.step % self.evaluate_every == 0 and state.step < state.steps:
                     self.held_out(last=False)
                 if saving or self._due_by_step():
@@ -114,6 +117,10 @@ class Loop:
                 worst_exposed_s=worst[1],
             )
 
+    def _say_memory(self, found: MemoryUse | None) -> None:
+        if found is not None and self.log:
+            self.log.append("memory", stage=self.stage, step=self.state.step, **asdict(found))
+
     def held_out(self, *, last: bool) -> None:
         """Evaluate; the last time on all held-out rows."""
         assert self.evaluate is not None
@@ -130,6 +137,7 @@ class Loop:
                 bytes=self.figures.num_bytes or None,
                 targets=self.figures.targets,
                 method=self.figures.method,
+                high_loss=self.figures.high_loss,
                 eval_s=time.perf_counter() - began,
             )
         if self.watcher:

@@ -2,6 +2,8 @@
 in the global ones, over which scales and random draws are defined."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +42,25 @@ def compute_low(parallel: Parallel, section: LowPrecision, context: Context, len
                         place = _place(module, map_name, parameter, splits.get(parameter), parallel, context)
                         outputs, inputs = linear.weight.shape
                         linear.product = low.product(place, (outputs, inputs), length)
+
+
+@contextmanager
+def products_high(parallel: Parallel) -> Iterator[None]:
+    """Inside, nothing is computed in low precision: the same weights as plain products; afterwards, also when the body
+    raises, everything is low that was."""
+    maps: list[Any] = [module for part in parallel.parts for module in part.modules() if _has_product(module)]
+    products = [module.product for module in maps]
+    try:
+        for module in maps:
+            module.product = None
+        yield
+    finally:
+        for module, product in zip(maps, products):
+            module.product = product
+
+
+def _has_product(module: nn.Module) -> bool:
+    return isinstance(module, Linear | Experts) and module.product is not None
 
 
 def _own_maps(module: nn.Module) -> Iterator[tuple[str, Linear]]:

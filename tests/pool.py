@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 GRACE_S = 2.0
 """How long the other ranks of a task may take to end once one has failed; then they are killed."""
@@ -161,6 +162,8 @@ def _call(fn: Callable[..., Any], rank: int, world: int, args: tuple, store: str
         text = f"rank {rank} of {world}: {''.join(traceback.format_exception(error))}"
         answer = pickle.dumps((False, text))
     finally:
+        _clear_python_sharding_prop_cache()  # DTensor keeps meshes, and with them groups and their threads
+        _clear_fast_path_sharding_prop_cache()
         gc.collect()  # a model that lives in a cycle holds groups of a world that ends here
         if dist.is_initialized():
             dist.destroy_process_group()

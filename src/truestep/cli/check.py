@@ -73,4 +73,7 @@ def _parameters(recipe: Recipe, model: ModelSection | None) -> str:
     counts = model.counts()
     head = "tied" if model.tie_embeddings else f"{counts.head:,}"
     parts = f"embedding {counts.embedding:,}, head {head}, attention {counts.attention:,}, MLP {counts.mlp:,}"
-    return f"{counts.total:,} ({parts}, norms {counts.norm:,})"
+    if model.moe is not None:
+        parts += f", experts {counts.experts:,}, routers {counts.router:,}"
+    active = f"; {counts.active:,} work on a token" if counts.active < counts.total else ""
+    return f"{counts.total:,} ({parts}, norms {counts.norm:,}{active})"

@@ -20,7 +20,7 @@ def test_check_says_what_a_mesh_costs_each_rank(capsys, recipe, monkeypatch):
     said = truestep(capsys, "check", recipe, *MESH).out
     for words in (
         "8 processes: pp 2, dp_shard 2, tp 2; 4 microbatches",
-        "pipeline rank",
+        "in flight",
         "hidden states",
         "(P-1)(F+B)",
     ):

@@ -24,6 +24,8 @@ from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 
 MOST_ROWS = 16
+_SHORT = {"parameters": "weights", "gradients": "grads", "optimizer": "optim", "activations": "activ"}
+"""Headings that fit a narrow terminal; --json has the words in full."""
 BASIS = (
     "by formulas: weights, gradients and optimizer state as ZeRO shares them out (arXiv 1910.02054); activations as "
     "the tensors that blocks save for the backward pass (after arXiv 2205.05198), times the microbatches in flight of "
@@ -161,8 +163,8 @@ def _memory(setup: Setup) -> Table:
     pp = setup.degrees.pp
     found = {rank: rank_memory(setup, rank) for rank in range(pp)}
     unit, size_of = _unit(max(memory.total for memory in found.values()))
-    table = Table("pipeline rank" if pp > 1 else f"{unit} of a rank")
-    kinds = [kind.name for kind in fields(RankMemory)]
+    table = Table("pp" if pp > 1 else f"{unit} of a rank")
+    kinds = [_SHORT.get(kind.name, kind.name) for kind in fields(RankMemory)]
     headings = ["blocks", "in flight"] if pp > 1 else []
     for heading in (*headings, *kinds, f"all {unit}" if pp > 1 else "all"):
         table.add_column(heading, justify="right")

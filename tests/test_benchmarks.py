@@ -73,6 +73,33 @@ def test_gpu_train_dry(tmp_path):
     assert result["best"] in result["tries"] and result["best"]["tokens_per_s"] > 0 and result["profile"]
 
 
+def test_gpu_parallel_dry(tmp_path):
+    result = run("gpu_parallel.py", tmp_path / "out.json", "--dry")
+    assert result["dry"] and result["device"] == "CPU"
+    sections = result["sections"]
+    assert set(sections) == {"units", "moe", "fp8", "activations", "exact", "context"}
+    for name, section in sections.items():
+        assert section["error"] is None and section["rows"], name
+        assert not any(row["good"] is False for row in section["rows"]), name
+    figures = {name: section["figures"] for name, section in sections.items()}
+    assert figures["moe"]["ratio"] is None and figures["exact"]["ratio"] is None
+    assert set(figures["fp8"]["kinds"]) == {"fp8-tensorwise", "fp8-rowwise", "mxfp8"}
+    for found in figures["fp8"]["kinds"].values():
+        assert found["ratio"] is None and 0 < abs(found["gap"]) < 0.05
+    first, second = figures["exact"]["runs"]["exact"]
+    assert first == second and len(first[1]) == figures["exact"]["steps"]
+
+
+def test_gpu_parallel_tells_a_failed_section_and_goes_on(tmp_path):
+    """No time is left for the first, and the command fails."""
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(FOLDER / "gpu_parallel.py"), "--dry", "--only", "moe", "--seconds", "0", "--json"]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert json.loads(done.stdout) == json.loads(out.read_text())
+    assert "--only moe" in json.loads(done.stdout)["sections"]["moe"]["error"]
+
+
 def test_parity(tmp_path):
     rows = run("parity.py", tmp_path / "out.json", "--smoke")["rows"]
     assert rows["one rank"]["number"] >= 1 and len(rows) >= 3

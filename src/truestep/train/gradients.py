@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from truestep.numerics.batch import Batch
+from truestep.numerics.repeatable import repeatable
 from truestep.parallel.model import LossOf
 from truestep.train.routing import begin_routing, has_routers
 from truestep.train.state import TrainState
@@ -70,13 +71,14 @@ def exact(
     begin: Callable[[int], None],
     questions: list[float],
 ) -> Gradient:
-    """Every microbatch's gradient rounded to integers before any sum; computed again where it does not fit."""
+    """Every microbatch's gradient, the same bits every time, rounded to integers before any sum; computed again where
+    it does not fit."""
     parallel, reduction = state.parallel, state.exact
     assert reduction is not None
     while True:
         if has_routers(state):
             begin_routing(state, batches, state.scaler.scale)
-        with reduction.step():
+        with reduction.step(), repeatable(parallel.device):
             sums, metrics = parallel.run(batches, loss_of, factor, begin)
         losses = torch.stack(sums).double().tolist()
         outcome = reduction.finish([losses, *(torch.stack(values).double().tolist() for values in metrics.values())])

@@ -56,7 +56,7 @@ def test_a_region_is_cut_from_the_whole(data: st.DataObject):
 def test_chunks_do_not_show(chunk: int, monkeypatch: pytest.MonkeyPatch):
     whole = init_shard("w", 3, SHAPE, WHOLE, 1.0)
     inner = (slice(1, 6), slice(1, 4), slice(0, 6))
-    monkeypatch.setattr(counter, "_CHUNK", chunk)
+    monkeypatch.setattr(counter, "_CHUNK", {"cpu": chunk})
     assert torch.equal(init_shard("w", 3, SHAPE, WHOLE, 1.0), whole)
     assert torch.equal(init_shard("w", 3, SHAPE, inner, 1.0), whole[inner])
 

@@ -138,6 +138,9 @@ def test_the_norm_is_exact_and_knows_no_division(device, monkeypatch):
     assert norm(1) == norm(3) == norm(50)
     monkeypatch.setattr("truestep.numerics.fixed_point._BLOCK", {device: 13})
     assert norm(1) == norm(2)
+    monkeypatch.setattr("truestep.numerics.fixed_point._BLOCK", {device: 100})  # several runs in a block, as on a GPU
+    monkeypatch.setattr("truestep.numerics.fixed_point._RUN_LOG2", 4)
+    assert norm(1) == norm(3) == pytest.approx(exact, rel=1e-12)
 
 
 def test_the_norm_at_the_ends_of_the_range():

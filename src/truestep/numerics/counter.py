@@ -15,7 +15,9 @@ import torch
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-_CHUNK = 1 << 17  # elements at a time: the temporaries stay in cache, and memory does not grow with the tensor
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Elements at a time: on a CPU the temporaries stay in cache; a GPU would do little but start kernels. Memory does not
+grow with the tensor."""
 
 
 def key_of(seed: int, name: str) -> int:
@@ -82,7 +84,8 @@ def init_shard(
 def _runs(key: int, starts: torch.Tensor, length: int) -> torch.Tensor:
     """Standard normal elements starts[r] .. starts[r] + length - 1 of the stream, float32 (runs, length)."""
     out = torch.empty(len(starts), length, device=starts.device)
-    rows, columns = max(1, _CHUNK // length), min(length, _CHUNK)
+    chunk = _CHUNK[starts.device.type]
+    rows, columns = max(1, chunk // length), min(length, chunk)
     for row, column in product(range(0, len(starts), rows), range(0, length, columns)):
         first = starts[row : row + rows, None] + column
         width = min(columns, length - column)

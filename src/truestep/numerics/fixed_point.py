@@ -27,6 +27,7 @@ _LIFT = 1.5 * 2.0**52
 _LIFT_BITS = 0x4338000000000000
 _BLOCK = {"cpu": 2**17, "cuda": 2**24}
 """Elements at a time: what stays in cache on a CPU, what bounds the scratch memory on a GPU."""
+_RUN_LOG2 = 18  # squares that are added up as one int64
 
 
 def exponent_for(largest: float) -> int:
@@ -84,17 +85,21 @@ def to_float(total_N: torch.Tensor, exponent: int, dtype: torch.dtype) -> torch.
 def sum_of_squares(x_N: torch.Tensor, largest: float) -> torch.Tensor:
     """Σ x² as two int64 limbs (high, low) whose sums over ranks `squares_to_float` reads, given a magnitude that no
     element exceeds, the same on all ranks. Each square is rounded at 2^-45 of largest²; up to 2^48 elements fit."""
-    length, size = len(x_N), min(len(x_N), min(2**18, _BLOCK[x_N.device.type]))
+    length, block = len(x_N), _BLOCK[x_N.device.type]
     if length == 0 or largest == 0:
         return torch.zeros(2, dtype=torch.int64, device=x_N.device)
-    scale = 2.0 ** _half_exponent(largest)
-    scratch = torch.empty(size, dtype=torch.float64, device=x_N.device)
-    sums = torch.empty(-(-length // size), dtype=torch.int64, device=x_N.device)
-    for index, start in enumerate(range(0, length, size)):
+    scale, run = 2.0 ** _half_exponent(largest), min(2**_RUN_LOG2, block)
+    size = block // run * run
+    scratch = torch.empty(min(size, length), dtype=torch.float64, device=x_N.device)
+    sums = []
+    for start in range(0, length, size):
         part_n = scratch[: min(size, length - start)].copy_(x_N[start : start + size]).mul_(scale)
         bits_n = part_n.mul_(part_n).add_(_LIFT).view(torch.int64)
-        torch.sum(bits_n, dim=0, out=sums[index]).sub_(signed(len(part_n) * _LIFT_BITS))
-    return torch.stack([(sums >> 32).sum(), (sums & 0xFFFFFFFF).sum()])
+        whole = len(bits_n) // run * run
+        for runs in (bits_n[:whole].view(-1, run), bits_n[whole:].view(1, -1)):
+            sums.append(runs.sum(1).sub_(signed(runs.shape[1] * _LIFT_BITS)))
+    total = torch.cat(sums)
+    return torch.stack([(total >> 32).sum(), (total & 0xFFFFFFFF).sum()])
 
 
 def squares_to_float(high: list[int], low: list[int], largest: list[float]) -> float:
@@ -108,7 +113,7 @@ def squares_to_float(high: list[int], low: list[int], largest: list[float]) -> f
 
 
 def _half_exponent(largest: float) -> int:
-    """h with largest · 2^h < 2^22, hence squares below 2^44 and blocks of 2^18 of them below 2^62."""
+    """h with largest · 2^h < 2^22, hence squares below 2^44 and runs of 2^_RUN_LOG2 of them below 2^62."""
     return 22 - math.frexp(largest)[1]
 
 

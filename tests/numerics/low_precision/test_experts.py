@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from truestep.errors import UserError
-from truestep.numerics.low_precision.experts import LowPrecisionExperts
+from truestep.numerics.low_precision.experts import LowPrecisionExperts, has_kernel
 from truestep.recipe.numerics import LowPrecision
 
 KINDS = ["fp8-tensorwise", "fp8-rowwise", "mxfp8", "nvfp4"]
@@ -83,3 +83,10 @@ def test_sizes_that_blocks_do_not_fit_are_refused():
     experts.check("blocks.1.mlp.experts.up", (96, 64))
     with pytest.raises(UserError, match="have 40 outputs; the nearest number that fits is 32"):
         experts.check("blocks.1.mlp.experts.up", (40, 64))
+
+
+def test_rows_that_are_no_whole_words_take_the_loop():
+    cuda = torch.device("cuda")
+    assert has_kernel(cuda, torch.bfloat16, 64, 96)
+    assert not has_kernel(cuda, torch.bfloat16, 64, 100) and not has_kernel(cuda, torch.bfloat16, 36, 96)
+    assert not has_kernel(cuda, torch.float32, 64) and not has_kernel(torch.device("cpu"), torch.bfloat16, 64)

@@ -5,7 +5,8 @@ import torch
 
 from truestep.numerics.counter import key_of, words
 
-_BLOCKS = 1 << 16  # counters at a time: their temporaries are 30 times as large
+_BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 21}
+"""Counters at a time: their temporaries are 30 times as large. A GPU with few would do little but start kernels."""
 
 
 class Draws:
@@ -29,7 +30,7 @@ class Draws:
         key = key_of(self.seed, f"low precision {name} {use} step {moment[0]} microbatch {moment[1]}")
         first, stop = start // 8, -(-(start + size) // 8)
         counters = torch.arange(first, stop, device=tokens_N.device)
-        rows = max(1, _BLOCKS // len(counters))
+        rows = max(1, _BLOCKS[tokens_N.device.type] // len(counters))
         drawn = [
             _halves(words(key, part[:, None] * -(-whole // 8) + counters))[:, start - 8 * first :][:, :size]
             for part in tokens_N.split(rows)

@@ -82,11 +82,11 @@ class _Grouped(torch.autograd.Function):
 
 def _multiply(rows: Operand, weight: Operand, ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Codes and block scales are exact in the dtype of the product; outer scales multiply its result."""
-    on_units = dtype is torch.bfloat16 and rows.codes.is_cuda
-    wide = dtype if on_units else torch.promote_types(dtype, torch.float32)
     num = len(ends)
+    kernel = has_kernel(rows.codes.device, dtype, rows.codes.shape[1], len(weight.codes) // num)
+    wide = dtype if kernel else torch.promote_types(dtype, torch.float32)
     right = weight.inner(wide).unflatten(0, (num, -1))
-    y = grouped(rows.inner(wide), right.transpose(1, 2), ends, on_units)
+    y = grouped(rows.inner(wide), right.transpose(1, 2), ends, kernel)
     if weight.outer is not None:
         expert = torch.bucketize(torch.arange(len(y), device=ends.device), ends, right=True)
         outer = weight.outer.to(wide).view(num, -1)
@@ -103,10 +103,15 @@ def grouped(rows: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, kernel:
 
 def _over_rows(g: torch.Tensor, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """(M, O), (M, I) -> (experts, O, I): the products over each expert's rows."""
-    if g.is_cuda and g.dtype is torch.bfloat16:
-        return grouped_mm(g.t(), x, offs=ends)
+    if has_kernel(g.device, g.dtype, g.shape[1], x.shape[1]):
+        return grouped_mm(g.contiguous().t(), x, offs=ends)  # the rows of each expert need no alignment this way round
     parts = zip(g.split(_sizes(ends)), x.split(_sizes(ends)))
     return torch.stack([part.t() @ own for part, own in parts])
+
+
+def has_kernel(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether there is a grouped product for rows of `sizes` values: whole 16 bytes of bfloat16, on CUDA."""
+    return device.type == "cuda" and dtype is torch.bfloat16 and not any(size % 8 for size in sizes)
 
 
 def _sizes(ends: torch.Tensor) -> list[int]:

@@ -5,13 +5,12 @@ are made up: a number is 1, a condition that Python branches on holds, and `nonz
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,10 +20,28 @@ def fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
-    """New tensors are fake ones in here, and their numbers are made up."""
-    with mode, _Reads(), _Lists():
+def fake_tensors(mode: FakeTensorMode, as_on_cuda: bool = False) -> Iterator[None]:
+    """New tensors are fake ones in here, and their numbers are made up. `as_on_cuda`: where a GPU has one kernel and a
+    CPU several operators that keep more for the backward pass, the former's shapes and what it keeps; that is RMSNorm
+    (its input and one number a row)."""
+    rms_norm = _rms_norm if as_on_cuda else torch.rms_norm
+    with mode, _Reads(), _replaced(torch.Tensor, "tolist", _tolist), _replaced(torch, "rms_norm", rms_norm):
         yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """What is no operator is replaced by name. (A TorchFunctionMode is off in backward passes, where blocks are
+    computed again.)"""
+    original = owner.__dict__.get(name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 class _Reads(TorchDispatchMode):
@@ -44,13 +61,17 @@ class _Reads(TorchDispatchMode):
         return _made_up(args[0].dtype)
 
 
-class _Lists(TorchFunctionMode):
-    """Answers Tensor.tolist, which is no operator."""
+_original_tolist = torch.Tensor.tolist
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
-            return _nested(_made_up(args[0].dtype), args[0].shape)
-        return func(*args, **(kwargs or {}))
+
+def _tolist(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, FakeTensor):
+        return _nested(_made_up(tensor.dtype), tensor.shape)
+    return _original_tolist(tensor)
+
+
+def _rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> Any:
+    return _FusedNorm.apply(x, weight)
 
 
 def _made_up(dtype: torch.dtype) -> bool | int | float:
@@ -81,26 +102,8 @@ def fake_memory(mode: FakeTensorMode) -> Iterator[None]:
         with mode:
             return original(self, device=device, recurse=recurse)
 
-    nn.Module.to_empty = to_empty  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with _replaced(nn.Module, "to_empty", to_empty):
         yield
-    finally:
-        nn.Module.to_empty = original
-
-
-@contextmanager
-def cuda_kernels(wanted: bool) -> Iterator[None]:
-    """Where a GPU has one kernel and a CPU several operators that keep more for the backward pass, the former's shapes
-    and what it keeps: RMSNorm (its input and one number a row)."""
-    with _Norms() if wanted else nullcontext():
-        yield
-
-
-class _Norms(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.nn.functional.rms_norm and isinstance(args[0], FakeTensor):
-            return _FusedNorm.apply(args[0], (kwargs or {})["weight"])  # as torch hands it on, whoever calls
-        return func(*args, **(kwargs or {}))
 
 
 class _FusedNorm(torch.autograd.Function):

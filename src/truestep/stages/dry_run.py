@@ -5,6 +5,7 @@ Found are the peak of live storages by kind, the collectives and the FLOPs of on
 CPU (docs/guide/dry-run.md says what differs on CUDA).
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def costs_of_steps(
         for make in (warm_up, *steps):
             _hold(memory, state)
             batches = make()
+            gc.collect()  # what the last step left behind in cycles is not of this one
             for observer in (memory, flops, collectives):
                 observer.begin()
             train_step(state, batches, sum(batch.labels_BT.numel() for batch in batches), [])
@@ -97,20 +99,20 @@ def _cost(state: TrainState, memory: Memory, flops: Flops, collectives: Collecti
 
 
 def axis_names(state: TrainState) -> Callable[[dist.ProcessGroup], str]:
-    """From a process group to the axis that it runs along, the innermost where a group is several. "stage": all ranks
-    of a pipeline stage; "across": those of them with the same part of tensor-split weights; "control": the agreement of
-    all ranks on a few numbers."""
+    """From a process group to the axis that it runs along; "dp_shard/ep" where the same ranks form both. "stage": all
+    ranks of a pipeline stage; "across": those of them with the same part of tensor-split weights; "control": the
+    agreement of all ranks on a few numbers."""
     groups: Groups = state.parallel.groups
     shard = "dp_shard" if groups.degrees.cp == 1 else "dp_shard, cp"
-    named: list[tuple[str, dist.ProcessGroup | None]] = [
-        (axis.name, axis.group) for axis in (groups.axes.tp, groups.axes.cp, groups.axes.ep, groups.pp)
-    ]
-    named += _dims(groups.dense, {"dense": shard})
-    named += [(axis.name, axis.group) for axis in (groups.across, groups.stage, groups.world)]
-    named += _dims(groups.expert, {})
-    named.append(("control", state.job.control))
+    axes = [(axis.name, axis.group) for axis in (groups.pp, groups.axes.cp, groups.axes.tp)]
+    axes += [*_dims(groups.dense, {"dense": shard}), ("ep", groups.axes.ep.group)]
+    axes += _dims(groups.expert, {}) if groups.degrees.ep > 1 else []
     names: dict[str, str] = {}
-    for name, group in named:
+    for name, group in axes:
+        if group is not None and name not in names.get(group.group_name, "").split("/"):
+            names[group.group_name] = "/".join(filter(None, (names.get(group.group_name), name)))
+    wider = [(axis.name, axis.group) for axis in (groups.across, groups.stage, groups.world)]
+    for name, group in (*wider, ("control", state.job.control)):
         if group is not None:
             names.setdefault(group.group_name, name)
     return lambda group: names.get(group.group_name, "other")

@@ -10,7 +10,7 @@ import torch
 
 from truestep.errors import UserError
 from truestep.models.build import build_model
-from truestep.numerics.fake import cuda_kernels, fake_memory, fake_mode, fake_tensors
+from truestep.numerics.fake import fake_memory, fake_mode, fake_tensors
 from truestep.parallel.experts import place_experts
 from truestep.parallel.mesh import Limits, resolve
 from truestep.plan.split import stage_layers, stages_of_rank
@@ -123,7 +123,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
     count = case.microbatches
     series = series_of_microbatches(count, case.machine.pipeline, degrees.pp)
     rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context)
-    with fake_job(rank, degrees.world) as here, cuda_kernels(case.device == "cuda"):
+    with fake_job(rank, degrees.world) as here:
 
         def make() -> TrainState:
             state = build(
@@ -146,7 +146,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
                 partial(rows, 1),
                 [partial(rows, number) for number in counts],
                 building=fake_memory(mode),
-                stepping=fake_tensors(mode),
+                stepping=fake_tensors(mode, as_on_cuda=case.device == "cuda"),
             )
 
         cost = carried_on(costs(series.sizes), series.further)

@@ -52,7 +52,8 @@ def series_of_layers(model: ModelSection) -> Series:
     """What stands for a model of so many layers, all of which lie on one rank."""
     kinds = [(model.window_of(layer), model.moe is not None and model.moe.in_layer(layer)) for layer in _layers(model)]
     start, period = _repeats(kinds)
-    return _series(start + 2 * period + (len(kinds) - start) % period, period, len(kinds))
+    first = start + 3 * period + (len(kinds) - start) % period  # with fewer, FSDP2 gathers all there are at once
+    return _series(first, period, len(kinds))
 
 
 def _layers(model: ModelSection) -> range:

@@ -1,5 +1,6 @@
 """numerics.reduction = "exact" through the real step: data-parallel and pipeline degrees change no bit."""
 
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -77,3 +78,17 @@ def test_sizes_that_no_vector_divides_and_low_compute(name, precision):
     assert run_ranks(_train, world, mesh, pipe, "exact", True, precision, True)[0] == _alone(
         "exact", True, precision, True
     )
+
+
+@pytest.mark.parametrize(("reduction", "asked"), [("exact", True), ("fast", False)])
+def test_exact_steps_alone_ask_for_kernels_that_repeat_themselves(reduction, asked, monkeypatch):
+    inside = []
+
+    @contextmanager
+    def noted(device):
+        inside.append(device.type)
+        yield
+
+    monkeypatch.setattr("truestep.train.gradients.repeatable", noted)
+    _train(0, 1, {}, {}, reduction)
+    assert (set(inside) == {"cpu"}) == asked

@@ -114,3 +114,13 @@ def test_exact(tmp_path):
     for mesh, found in meshes.items():
         fast, exact = (found["steps"][kind] for kind in ("fast", "exact"))
         assert len(fast) == len(exact) > 0 and all(step["cpu_seconds"] > 0 for step in (*fast, *exact)), mesh
+
+
+def test_low_precision(tmp_path):
+    contenders = run("low_precision.py", tmp_path / "out.json", "--smoke")["contenders"]
+    assert set(contenders) == {"bfloat16", "fp8-rowwise"}
+    high, low = contenders["bfloat16"], contenders["fp8-rowwise"]
+    assert high["gaps"] == [0.0] and high["format_costs"] is None
+    assert 0 < abs(low["gaps"][0]) < 0.1 and 0 < abs(low["format_costs"]) < 0.1
+    assert 0 < low["kept_bytes"] < high["kept_bytes"] and len(low["runs"][0]["losses"]) == 4
+    assert low["training_loss"] == pytest.approx(high["training_loss"], abs=0.1)

@@ -67,7 +67,7 @@ def real(rank, world, mesh, options) -> StepCost:
     """The leanest of some steps: a thread of gloo may hold on to a tensor a little longer, never shorter."""
     fill = partial(init_weights, seed=3)
     make = partial(state, tiny.job(rank, world), mesh, lambda model, pieces: fill(model, pieces=pieces), **options)
-    return min(costs_of_steps(make, ROWS, [ROWS] * 4), key=lambda cost: cost.peak_bytes)
+    return min(costs_of_steps(make, ROWS, [ROWS] * 3), key=lambda cost: cost.peak_bytes)
 
 
 def fake(_, __, rank, world, mesh, options) -> StepCost:
@@ -192,7 +192,7 @@ def in_full(_, __, case: Case, rank: int) -> StepCost:
 @pytest.mark.parametrize(
     ("overrides", "traced"),
     [
-        (("stages.base.batch_tokens=64",), "[3, 4, 5] of 16 layers"),
+        (("stages.base.batch_tokens=64", "model.num_layers=13"), "[3, 4, 5] of 13 layers"),
         (("stages.base.batch_tokens=320", "model.num_layers=1"), "[2, 3, 4] of 10 microbatches"),
     ],
 )
@@ -283,4 +283,4 @@ def test_large_shapes_compute_what_the_recipe_counts(name, world):
     rows = case.microbatches * machine.microbatch_rows
     for found, blocks, more in ((first, layers[0], 0), (last, layers[-1], head)):
         counted = 3 * rows * (sum(costs[block] for block in blocks) + more) / case.degrees.tp
-        assert found.cost.flops["forward"] + found.cost.flops["backward"] == pytest.approx(counted, rel=0.01)
+        assert found.cost.flops["forward"] + found.cost.flops["backward"] == pytest.approx(counted, rel=0.02)

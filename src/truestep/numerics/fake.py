@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,16 +22,15 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def fake_tensors(mode: FakeTensorMode, as_on_cuda: bool = False) -> Iterator[None]:
-    """New tensors are fake ones in here, and their numbers are made up. `as_on_cuda`: where a GPU has one kernel and a
-    CPU several operators that keep more for the backward pass, the former's shapes and what it keeps; that is RMSNorm
-    (its input and one number a row)."""
+    """New tensors are fake ones in here, and their numbers are made up. `as_on_cuda`: RMSNorm has the shapes and keeps
+    what a GPU's one kernel does (its input and one number a row), where a CPU has several operators."""
     rms_norm = _rms_norm if as_on_cuda else torch.rms_norm
-    with mode, _Reads(), _replaced(torch.Tensor, "tolist", _tolist), _replaced(torch, "rms_norm", rms_norm):
+    with mode, _Reads(), replaced(torch.Tensor, "tolist", _tolist), replaced(torch, "rms_norm", rms_norm):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
     """What is no operator is replaced by name. (A TorchFunctionMode is off in backward passes, where blocks are
     computed again.)"""
     original = owner.__dict__.get(name)
@@ -102,8 +102,18 @@ def fake_memory(mode: FakeTensorMode) -> Iterator[None]:
         with mode:
             return original(self, device=device, recurse=recurse)
 
-    with _replaced(nn.Module, "to_empty", to_empty):
+    with replaced(nn.Module, "to_empty", to_empty):
         yield
+
+
+def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """scaled_dot_product_attention of heads whose values are narrower than their keys, for which a CPU has no fused
+    kernel and a GPU has."""
+    if q.shape[-1] == v.shape[-1]:
+        return scaled_dot_product_attention(q, k, v, **options)
+    causal, scale = options["is_causal"], options["scale"]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, options["attn_mask"], True, 0.0, causal, scale=scale)[0]
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from truestep.errors import UserError
+from truestep.models import attention
 from truestep.models.build import build_model
-from truestep.numerics.fake import fake_memory, fake_mode, fake_tensors
+from truestep.numerics.fake import fake_memory, fake_mode, fake_tensors, fused_attention, replaced
 from truestep.parallel.experts import place_experts
 from truestep.parallel.mesh import Limits, resolve
 from truestep.plan.split import stage_layers, stages_of_rank
@@ -123,7 +124,9 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
     count = case.microbatches
     series = series_of_microbatches(count, case.machine.pipeline, degrees.pp)
     rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context)
-    with fake_job(rank, degrees.world) as here:
+    on_cuda = case.device == "cuda"
+    attend = fused_attention if on_cuda else attention.scaled_dot_product_attention
+    with fake_job(rank, degrees.world) as here, replaced(attention, "scaled_dot_product_attention", attend):
 
         def make() -> TrainState:
             state = build(
@@ -146,7 +149,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
                 partial(rows, 1),
                 [partial(rows, number) for number in counts],
                 building=fake_memory(mode),
-                stepping=fake_tensors(mode, as_on_cuda=case.device == "cuda"),
+                stepping=fake_tensors(mode, on_cuda),
             )
 
         cost = carried_on(costs(series.sizes), series.further)

@@ -33,6 +33,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 MOE = {"family": "mixtral", "moe": {"num_experts": 4, "top_k": 2, "expert_size": 32}}
 MESHES = {
     "one process": (1, Mesh(), {}),
+    "replicas": (2, Mesh(dp_replicate=2), {}),
     "hsdp": (4, Mesh(dp_replicate=2), {"precision": "bfloat16"}),
     "tensor and data": (4, Mesh(tp=2), {"machine": {"activation_checkpointing": "full"}}),
     "pipeline and tensor": (4, Mesh(pp=2, tp=2), {}),
@@ -67,14 +68,21 @@ def real(rank, world, mesh, options) -> StepCost:
     """The leanest of some steps: a thread of gloo may hold on to a tensor a little longer, never shorter."""
     fill = partial(init_weights, seed=3)
     make = partial(state, tiny.job(rank, world), mesh, lambda model, pieces: fill(model, pieces=pieces), **options)
-    return min(costs_of_steps(make, ROWS, [ROWS] * 3), key=lambda cost: cost.peak_bytes)
+    warm_up, steps = warmed(world, mesh, 3)
+    return min(costs_of_steps(make, warm_up, steps), key=lambda cost: cost.peak_bytes)
+
+
+def warmed(world, mesh, steps):
+    """Of DDP only the first step can be traced."""
+    return (None, [ROWS]) if mesh.dp_replicate == world > 1 else (ROWS, [ROWS] * steps)
 
 
 def fake(_, __, rank, world, mesh, options) -> StepCost:
     mode = fake_mode()
     with fake_job(rank, world) as job:
         make = partial(state, job, mesh, lambda model, pieces: None, **options)
-        (cost,) = costs_of_steps(make, ROWS, [ROWS], building=fake_memory(mode), stepping=fake_tensors(mode))
+        contexts = {"building": fake_memory(mode), "stepping": fake_tensors(mode)}
+        (cost,) = costs_of_steps(make, *warmed(world, mesh, 1), **contexts)
     return cost
 
 

@@ -55,22 +55,22 @@ class StepCost:
 
 def costs_of_steps(
     build: Callable[[], TrainState],
-    warm_up: Callable[[], list[Batch]],
+    warm_up: Callable[[], list[Batch]] | None,
     steps: Sequence[Callable[[], list[Batch]]],
     *,
     building: AbstractContextManager | None = None,
     stepping: AbstractContextManager | None = None,
 ) -> list[StepCost]:
-    """Build a state and take `steps`, each given as what makes this rank's microbatches, after one to warm up: later
-    ones find everything as all others do. `building` and `stepping` are the contexts of a dry run; without them the
-    steps are real."""
+    """Build a state and take `steps`, each given as what makes this rank's microbatches, after one to warm up where
+    there is one: later ones find everything as all others do. `building` and `stepping` are the contexts of a dry run;
+    without them the steps are real."""
     memory, flops = Memory(), Flops()
     with memory.resizing(), Trace(memory), building or nullcontext():
         state = build()
     collectives = Collectives(axis_names(state))
     costs = []
     with stepping or nullcontext(), memory.resizing(), Trace(memory, flops, collectives):
-        for make in (warm_up, *steps):
+        for make in (*([warm_up] if warm_up else []), *steps):
             _hold(memory, state)
             batches = make()
             gc.collect()  # what the last step left behind in cycles is not of this one
@@ -78,7 +78,7 @@ def costs_of_steps(
                 observer.begin()
             train_step(state, batches, sum(batch.labels_BT.numel() for batch in batches), [])
             costs.append(_cost(state, memory, flops, collectives))
-    return costs[1:]
+    return costs[-len(steps) :]
 
 
 def _hold(memory: Memory, state: TrainState) -> None:

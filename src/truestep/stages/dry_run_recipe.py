@@ -56,6 +56,11 @@ class Case:
         return cls(model, stage, machine, degrees, precision, device)
 
     @property
+    def by_ddp(self) -> bool:
+        """Whether DDP keeps the copies. Before its second step it compares with other ranks, so only one is taken."""
+        return self.degrees.dp_replicate == self.degrees.world > 1
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of a rank in the largest step of the stage, as the loader shares them out."""
         schedule = BatchSchedule.of(self.stage)
@@ -123,6 +128,8 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
     mode, model, degrees = fake_mode(), case.with_layers(num_layers), case.degrees
     count = case.microbatches
     series = series_of_microbatches(count, case.machine.pipeline, degrees.pp)
+    if case.by_ddp:
+        series = Series([count], 0)
     rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context)
     on_cuda = case.device == "cuda"
     attend = fused_attention if on_cuda else attention.scaled_dot_product_attention
@@ -146,7 +153,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
         def costs(counts: Sequence[int]) -> list[StepCost]:
             return costs_of_steps(
                 make,
-                partial(rows, 1),
+                None if case.by_ddp else partial(rows, 1),
                 [partial(rows, number) for number in counts],
                 building=fake_memory(mode),
                 stepping=fake_tensors(mode, on_cuda),

@@ -40,7 +40,7 @@ def made(shape: str, context: int, rows: int, folder: Path) -> tuple[TrainState,
     state = build(
         stage,
         build_model(section, section.vocab_size),
-        partial(init_weights, seed=0),
+        lambda model, pieces: init_weights(model, 0, pieces),
         job=job,
         machine=Machine(microbatch_rows=rows),
         precision="float32",

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -140,7 +139,7 @@ def truestep(spec: Spec, pace: Pace) -> None:
     state = build(
         stage,
         build_model(section, section.vocab_size),
-        partial(init_weights, seed=SEED),
+        lambda model, pieces: init_weights(model, SEED, pieces),
         job=job,
         machine=settings,
         precision="float32",

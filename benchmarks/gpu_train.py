@@ -18,7 +18,6 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ def make_state(asked: argparse.Namespace, rows: int, device: torch.device, preci
     return build(
         stage,
         build_model(section, section.vocab_size),
-        partial(init_weights, seed=0),
+        lambda model, pieces: init_weights(model, 0, pieces),
         job=Job(0, 1, 0, 1, device, "none"),
         machine=Machine(
             microbatch_rows=rows,

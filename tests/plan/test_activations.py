@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.plan.models import LLAMA_405B
+from tests.plan.published import activation_bytes_per_layer
 from truestep.models.decoder import Decoder
 from truestep.plan.activations import Recompute, block_activations
-from truestep.plan.published import activation_bytes_per_layer
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.model import ModelSection
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from truestep.plan.published import (
+from tests.plan.published import (
     activation_bytes_per_layer,
     first_stage_bytes,
     gpt_parameters,

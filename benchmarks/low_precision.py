@@ -1,6 +1,6 @@
 """Training in number formats of 8 and 4 bits beside bfloat16 and float32: whole runs of a small model, 300 steps each.
 
-    python benchmarks/low_precision.py                      every contender, about 10 minutes on a quiet core
+    python benchmarks/low_precision.py                      every contender, about 12 minutes on a quiet core
     python benchmarks/low_precision.py --kinds bfloat16 mxfp8 --seeds 1 2
     python benchmarks/low_precision.py --smoke              two contenders, a few steps: tries the harness
 

@@ -52,10 +52,9 @@ def test_what_the_recipe_says_is_done():
 
 
 def test_stages_of_a_rank():
-    assert [stages_of_rank(Pipeline(schedule="zbv"), 2, r) for r in (0, 1)] == [[0, 3], [1, 2]]
-    looped = Pipeline(schedule="looped-bfs", stages_per_rank=3)
-    assert [stages_of_rank(looped, 2, r) for r in (0, 1)] == [[0, 2, 4], [1, 3, 5]]
-    assert stages_of_rank(Pipeline(), 4, 3) == [3] and stages_of_rank(looped, 1, 0) == [0]
+    assert [stages_of_rank("zbv", 2, 2, r) for r in (0, 1)] == [[0, 3], [1, 2]]
+    assert [stages_of_rank("interleaved", 2, 3, r) for r in (0, 1)] == [[0, 2, 4], [1, 3, 5]]
+    assert stages_of_rank("1f1b", 4, 1, 3) == [3] and stages_of_rank("zbv", 1, 1, 0) == [0]
 
 
 def test_more_stages_than_layers_is_an_error():

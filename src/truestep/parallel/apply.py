@@ -30,7 +30,8 @@ from truestep.parallel.model import MIRROR, Mirror, Parallel
 from truestep.parallel.pipeline import Pipeline, Shape
 from truestep.parallel.probe import ProbedReduceScatter, watch_leaves
 from truestep.parallel.recompute import recompute
-from truestep.parallel.schedule import SPLIT_BACKWARD, parts_of_rank, rank_of_part
+from truestep.parallel.schedule import SPLIT_BACKWARD, rank_of_part
+from truestep.plan.split import stages_of_rank
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Context
 
@@ -145,7 +146,7 @@ def parallelize(
 def _cut_up(model: nn.Module, groups: Groups, settings: PipelineSettings | None) -> dict[int, nn.Module]:
     """This rank's parts of the pipeline, by their number."""
     assert isinstance(model, Divisible) and settings is not None
-    numbers = parts_of_rank(settings.schedule, groups.pp.rank, groups.pp.size, settings.per_rank)
+    numbers = stages_of_rank(settings.schedule, groups.pp.size, settings.per_rank, groups.pp.rank)
     parts = {}
     for number in numbers:
         parts[number] = part = deepcopy(model)

@@ -31,8 +31,6 @@ class Groups:
     dense: DeviceMesh | None = None
     expert: DeviceMesh | None = None
     data_rank: int = 0
-    replica: int = 0
-    shard: int = 0
 
     @property
     def data_size(self) -> int:
@@ -84,8 +82,6 @@ def make_groups(degrees: Degrees, device: torch.device, context: Context | None 
         mesh("dense", dense),
         mesh("expert", experts[pp, :, :, at.ep]) if d.ep > 1 or d.tp > 1 else mesh("dense", dense),
         replica * d.dp_shard + shard,
-        replica,
-        shard * d.cp + cp,
     )
 
 

@@ -7,12 +7,10 @@ makes it (before it is added to `.grad`). Sums of squares stay on the device unt
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-# torch 2.13 renames the collective and warns of the old name; 2.11 has only that.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from truestep.numerics.axis import reduce_scatter
 
 
 class NormProbe:

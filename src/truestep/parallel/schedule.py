@@ -12,6 +12,7 @@ from functools import cache
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv
 
+from truestep.plan.split import stages_of_rank
 from truestep.recipe.machine import FOLDED
 
 _TORCH = {
@@ -44,15 +45,8 @@ class Order:
     actions: tuple[Action, ...]
 
 
-def parts_of_rank(schedule: str, rank: int, num_ranks: int, per_rank: int) -> list[int]:
-    """The parts of the model, in order, that lie on a rank."""
-    if schedule in FOLDED:
-        return [rank, 2 * num_ranks - 1 - rank]
-    return list(range(rank, num_ranks * per_rank, num_ranks))
-
-
 def rank_of_part(schedule: str, num_ranks: int, per_rank: int) -> Callable[[int], int]:
-    ranks = {part: rank for rank in range(num_ranks) for part in parts_of_rank(schedule, rank, num_ranks, per_rank)}
+    ranks = {part: rank for rank in range(num_ranks) for part in stages_of_rank(schedule, num_ranks, per_rank, rank)}
     return ranks.__getitem__
 
 

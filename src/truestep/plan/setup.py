@@ -76,7 +76,7 @@ class Setup:
 
     def held(self, rank: int) -> list[int]:
         """Pipeline stages on a rank of the pipeline axis."""
-        return stages_of_rank(self.machine.pipeline, self.degrees.pp, rank)
+        return stages_of_rank(self.machine.pipeline.schedule, self.degrees.pp, self.per_rank, rank)
 
     def in_flight(self, rank: int) -> float:
         """Microbatches whose activations in all its blocks a rank of the pipeline axis holds at a time."""

@@ -78,12 +78,11 @@ def stage_layers(model: ModelSection, pipeline: Pipeline, pp: int, context: int)
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
-def stages_of_rank(pipeline: Pipeline, pp: int, rank: int) -> list[int]:
-    """The pipeline stages that a rank of the pipeline axis holds."""
-    if pp > 1 and pipeline.schedule in FOLDED:
+def stages_of_rank(schedule: str, pp: int, per_rank: int, rank: int) -> list[int]:
+    """The pipeline stages, in order, that a rank of the pipeline axis holds: `per_rank` of them."""
+    if schedule in FOLDED and pp > 1:
         return [rank, 2 * pp - 1 - rank]
-    each = pipeline.stages_on_a_rank if pp > 1 else 1
-    return list(range(rank, pp * each, pp))
+    return list(range(rank, pp * per_rank, pp))
 
 
 def _first(model: ModelSection, layers: int) -> ModelSection:

@@ -116,7 +116,7 @@ def telling_ranks(case: Case) -> list[int]:
     layers = stage_layers(case.model, pipeline, degrees.pp, case.stage.context)
     seen: dict[tuple[int, bool, bool], int] = {}
     for place in range(degrees.pp):
-        held = stages_of_rank(pipeline, degrees.pp, place)
+        held = stages_of_rank(pipeline.schedule, degrees.pp, len(layers) // degrees.pp, place)
         key = sum(len(layers[stage]) for stage in held), 0 in held, len(layers) - 1 in held
         seen.setdefault(key, place * per_stage)
     return sorted(seen.values())

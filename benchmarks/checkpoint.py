@@ -34,7 +34,7 @@ from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.load import load
 from truestep.models.build import build_model
-from truestep.recipe.machine import Checkpoint
+from truestep.recipe.checkpoint import Checkpoint
 from truestep.storage.interface import Store
 from truestep.storage.store import open_store
 

@@ -35,3 +35,12 @@ class LogError(UserError):
 
 class HeardError(UserError):
     """The same sentence that rank 0 raises and says; the other ranks end with it in silence."""
+
+
+class Again(Exception):
+    """The attempt ends on purpose, to be started again from the newest clean checkpoint; no error of anybody's.
+    `without`: hosts that the next attempt must do without."""
+
+    def __init__(self, reason: str, without: tuple[str, ...] = ()):
+        self.reason, self.without = reason, without
+        super().__init__(reason)

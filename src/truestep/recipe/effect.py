@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from truestep.imports import is_import_path
+from truestep.recipe.checkpoint import Checkpoint
 from truestep.recipe.data import DataSection, TokenizerSection
-from truestep.recipe.machine import LOOPED, Checkpoint, Context, Ledger, Machine, Pipeline
+from truestep.recipe.machine import LOOPED, Context, Ledger, Machine, Pipeline
 from truestep.recipe.model import ModelSection, RopeScaling
 from truestep.recipe.moe import Moe
 from truestep.recipe.numerics import LowPrecision
 from truestep.recipe.section import Section
+from truestep.recipe.sentinel import Spikes
 from truestep.recipe.stage import Gate, Loss, Optim, Sample, Schedule
 
 
@@ -126,7 +128,12 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
         ),
         _when("kind", "mxfp8")("block_scale"),
     ),
-    Checkpoint: (Rule(("storage_options",), lambda s: _remote(s.url), "an object store as `url`", ("url",)),),
+    Checkpoint: (
+        Rule(("storage_options",), lambda s: _remote(s.url), "an object store as `url`", ("url",)),
+        Rule(("keep_every",), lambda s: s.keep > 0, "keep above 0 (all are kept)", ("keep",)),
+        Rule(("drill_steps",), lambda s: s.drill_every > 0, "drill_every above 0s", ("drill_every",)),
+    ),
+    Spikes: (_when("action", "skip")("in_a_row", "skips", "rollbacks"),),
     Ledger: (
         Rule(
             ("currency",),

@@ -1,9 +1,10 @@
-"""[run], [machine], [checkpoint], [ledger]: where and how a run is carried out (and its seed)."""
+"""[run], [machine], [ledger]: where and how a run is carried out (and its seed)."""
 
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from truestep.recipe.elastic import Elastic
 from truestep.recipe.section import Section, field
 from truestep.recipe.units import Bytes, Seconds
 
@@ -102,6 +103,7 @@ class Machine(Section):
     mesh: Mesh = field(Mesh(), help="parallel axes", digest="where")
     pipeline: Pipeline = field(Pipeline(), help="the axis mesh.pp", digest="where")
     context: Context = field(Context(), help="the axis mesh.cp", digest="bits")
+    elastic: Elastic = field(Elastic(), help="failures, restarts, other numbers of processes")
     async_tp: bool = field(
         False,
         help="mesh.tp: overlap its collectives with the matrix products (CUDA with symmetric memory)",
@@ -140,23 +142,6 @@ class Machine(Section):
     prefetch: int = field(2, help="steps of data prepared ahead", ge=0)
     data_workers: int = field(0, help="processes for data build; 0 means one a core", ge=0)
     cache: str = field("~/.cache/truestep", help="local cache of downloaded and remote data")
-
-
-class Checkpoint(Section):
-    """When and where training state is saved."""
-
-    url: str | None = field(
-        None, help="folder or object store (s3://bucket/prefix, gs://, az://); by default the run's own folder"
-    )
-    storage_options: dict[str, str] = field(
-        {}, help="options of the store (endpoint, region, allow_http, ...); secrets come from the environment"
-    )
-    every: int = field(0, help="steps between checkpoints; 0 means by `every_time` only", ge=0)
-    every_time: Seconds = field("10m", help="time between checkpoints; also at the end of every stage")
-    asynchronous: bool = field(True, help="write in the background while training goes on")
-    block: Bytes = field("8MiB", help="bytes a checksum covers", gt=0)
-    deadline: Seconds = field("30m", help="a save that takes longer is abandoned")
-    max_failures: int = field(3, help="saves in a row that may fail before the run stops", ge=0)
 
 
 class Ledger(Section):

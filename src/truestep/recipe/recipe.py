@@ -1,10 +1,12 @@
 """The whole recipe: typed, torch-free. `load` reads TOML and overrides; digests tell what, where and bits apart."""
 
+from truestep.recipe.checkpoint import Checkpoint
 from truestep.recipe.data import DataSection, TokenizerSection
-from truestep.recipe.machine import Checkpoint, Ledger, Machine, Run
+from truestep.recipe.machine import Ledger, Machine, Run
 from truestep.recipe.model import ModelSection
 from truestep.recipe.numerics import Numerics
 from truestep.recipe.section import Section, field
+from truestep.recipe.sentinel import Sentinel
 from truestep.recipe.stage import Stage
 
 
@@ -21,6 +23,7 @@ class Recipe(Section):
     numerics: Numerics = field(Numerics(), help="sums and number formats", digest="what")
     machine: Machine = field(Machine(), help="where and how it runs", digest="where")
     checkpoint: Checkpoint = field(Checkpoint(), help="saving of training state", digest="where")
+    sentinel: Sentinel = field(Sentinel(), help="what watches the numbers", digest="where")
     ledger: Ledger = field(Ledger(), help="what the card records", digest="where")
 
     def lineage(self, stage: Stage) -> list[Stage]:

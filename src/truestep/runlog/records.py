@@ -31,6 +31,7 @@ class AttemptStart:
     devices: dict[str, int]
     run: str | None = None  # name of the run
     stages: list[str] = field(default_factory=list)  # names, in the recipe's order
+    hosts: list[str] = field(default_factory=list)  # of each rank
     launched_s: float | None = None  # Unix time at which the command was given; else the time of this record counts
     price_per_device_hour: float | None = None
     currency: str | None = None
@@ -147,6 +148,108 @@ class Skip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Digest:
+    """Digests of gradients (as reduced, before clipping) and of state (parameters, buffers, optimizer) after a step, all
+    tensors in one (numerics.fingerprint): the same on every mesh if every bit is. Those of each tensor lie in
+    `log/digests`."""
+
+    stage: str
+    step: int
+    gradient: str | None = None
+    state: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something was found to be wrong. `named`: that it is this rank and host was shown by its own memory or by a strict
+    majority; otherwise the fault is unattributed, and `rank` and `host` are None or mere suspects in `evidence`."""
+
+    kind: Literal[
+        "state", "replica", "replay", "collective", "statistics", "invariant", "host", "link", "spike", "not finite",
+        "hang", "straggler", "exit", "lost", "checkpoint", "save",
+    ]  # fmt: skip
+    text: str
+    stage: str | None = None
+    step: int | None = None
+    rank: int | None = None
+    host: str | None = None
+    named: bool = False
+    since: int | None = None  # the first step whose result may be wrong
+    evidence: dict[str, Any] = field(default_factory=dict)
+    at_s: float | None = None  # Unix time, where it differs from the record's
+    id: str | None = None  # of an event that was brought from outside the workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What was done about a fault, or about hosts that come and go."""
+
+    action: Literal[
+        "skip", "roll back", "quarantine", "restart", "regroup", "shrink", "grow", "evict", "rebalance", "stop", "halt"
+    ]
+    reason: str
+    stage: str | None = None
+    step: int | None = None
+    to_step: int | None = None  # of the checkpoint that the run goes on from
+    left_out: list[int] = field(default_factory=list)  # first row and the one behind the last, of the data order
+    rank: int | None = None
+    host: str | None = None
+    world: int | None = None  # processes from here on
+    seconds: float | None = None  # from the fault to this
+    at_s: float | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A host joined the run or left it."""
+
+    host: str
+    event: Literal["joined", "lost", "left", "quarantined", "spare"]
+    processes: int | None = None
+    at_s: float | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drill:
+    """A restore was tried out: every byte read, loaded at another world size, steps repeated."""
+
+    stage: str
+    step: int
+    checkpoint: str
+    ok: bool
+    seconds: float
+    level: Literal["scrub", "load", "replay"]  # the furthest that was reached
+    text: str = ""  # what was wrong
+    world: int | None = None  # processes that it was loaded on
+    steps: int = 0  # repeated and found equal
+    at_s: float | None = None
+    id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Checkpoints were deleted because newer ones are verified."""
+
+    stage: str
+    deleted: list[str]
+    bytes: int | None = None
+    kept: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """Mean seconds of each section of a step since the last such record, by rank, and the ranks that lag."""
+
+    stage: str
+    step: int
+    steps: int
+    seconds: dict[str, list[float]]
+    slow: dict[str, float] = field(default_factory=dict)  # rank -> its time as a multiple of the median
+
+
+@dataclass(frozen=True, kw_only=True)
 class Phase:
     """Wall time that is no step, evaluation or stall: data build, export, gate, sample, ..."""
 
@@ -241,9 +344,10 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
-    """The attempt ended in order: the run is finished, was politely stopped, met a gate, or failed with `error`."""
+    """The attempt ended in order: the run is finished, was politely stopped, met a gate, is to be started again because
+    of a fault, or failed with `error`."""
 
-    reason: Literal["finished", "stopped", "gate", "failed"]
+    reason: Literal["finished", "stopped", "gate", "again", "failed"]
     error: str | None = None
 
 
@@ -257,6 +361,13 @@ KINDS: dict[str, type] = {
     "save": Save,
     "resume": Resume,
     "skip": Skip,
+    "digest": Digest,
+    "fault": Fault,
+    "decision": Decision,
+    "member": Member,
+    "drill": Drill,
+    "retention": Retention,
+    "sections": Sections,
     "phase": Phase,
     "profile": Profile,
     "memory": Memory,

@@ -9,7 +9,7 @@ from typing import Protocol
 from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
 from truestep.errors import UserError
 from truestep.numerics.batch import Batch
-from truestep.recipe.machine import Checkpoint
+from truestep.recipe.checkpoint import Checkpoint
 from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.sentinel.finite import Verdict
@@ -157,7 +157,8 @@ class Loop:
             self._settle(last=True)
 
     def _due(self) -> bool:
-        return bool(self.cadence.every_time) and time.monotonic() - self._saved_at >= self.cadence.every_time
+        every_s = 600.0 if self.cadence.every_time == "auto" else self.cadence.every_time
+        return bool(every_s) and time.monotonic() - self._saved_at >= every_s
 
     def _due_by_step(self) -> bool:
         return bool(self.cadence.every) and self.state.step % self.cadence.every == 0

@@ -32,13 +32,13 @@ class Sentinel(Section):
     statistics: bool = field(True, help="compare loss and gradient norm of every shard with the others and with before")
     digest_share: Share = field(
         0.02,
-        help="share of the state whose digest is taken at the end of each step and compared at the next one's start",
+        help="share of the state whose digest is taken at the end of a step and compared at the next one's start",
     )
     sweep_every: int = field(
         100, help="steps between digests of all state, logged, and compared between replicas; 0 means never", ge=0
     )
     replay_share: Share = field(
-        0.005, help="share of steps of which every rank computes a microbatch of another one again and compares bits"
+        0.005, help="share of steps of which every rank computes a microbatch of another one again, to compare bits"
     )
     invariants: bool = field(True, help="ties and replicas equal, learning rate as scheduled, no parameter left out")
     check_host: bool = field(True, help="at start, a product and a memory test with known bits, and one of each link")

@@ -149,8 +149,8 @@ class Skip:
 
 @dataclass(frozen=True, kw_only=True)
 class Digest:
-    """Digests of gradients (as reduced, before clipping) and of state (parameters, buffers, optimizer) after a step, all
-    tensors in one (numerics.fingerprint): the same on every mesh if every bit is. Those of each tensor lie in
+    """Digests of gradients (as reduced, before clipping) and of state (parameters, buffers, optimizer) after a step, of
+    all tensors in one (numerics.fingerprint): the same on every mesh if every bit is. Those of each tensor lie in
     `log/digests`."""
 
     stage: str
@@ -161,7 +161,7 @@ class Digest:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something was found to be wrong. `named`: that it is this rank and host was shown by its own memory or by a strict
+    """Something was found to be wrong. `named`: that it is this rank and host was shown by its own memory or a strict
     majority; otherwise the fault is unattributed, and `rank` and `host` are None or mere suspects in `evidence`."""
 
     kind: Literal[

@@ -1,12 +1,8 @@
-"""Pipeline schedules in numbers: microbatches in flight, idle time, and a simulation of any order of work.
+"""Pipeline schedules in numbers: microbatches in flight and idle time.
 
 P ranks of the pipeline, v pipeline stages on each, m microbatches. F is the time of a stage's forward pass for one
 microbatch; B is that of its **whole** backward pass, W the part of B that makes the weights' gradients. (The paper on
 zero-bubble schedules, arXiv 2401.10241, writes B for B - W.)"""
-
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 FORMULAS = {
     "1f1b": "(P-1)(F+B)",
@@ -38,12 +34,12 @@ def in_flight(schedule: str, pp: int, per_rank: int, count: int, rank: int) -> i
     if pp == 1:
         return 1
     match schedule:
-        case "1f1b" if count >= pp:  # below, the pipeline is never full: all forward passes, then all backward ones
-            return pp - rank
-        case "interleaved":
-            a_round = count // max(1, count // pp)
-            return min(everything, (per_rank - 1) * a_round + 2 * (pp - 1 - rank) + 1)
-        case "interleaved-zero-bubble" | "zbv":
+        case "1f1b":
+            return min(count, pp - rank)
+        case "interleaved" | "interleaved-zero-bubble":
+            rounds = (per_rank - 1) * (count // max(1, count // pp))
+            return min(everything, rounds + (pp if "zero" in schedule else 2 * (pp - 1 - rank) + 1))
+        case "zbv":  # with fewer than 2 P microbatches the first ranks hold less
             return min(everything, per_rank * pp)
         case "dualpipev":
             return min(everything, 2 * pp + 1)
@@ -62,80 +58,3 @@ def bubble(schedule: str, pp: int, per_rank: int, count: int, forward: float = 1
         "dualpipev": (pp - 1) * (F + B + B - 3 * W),
     }.get(schedule, (pp - 1) * (F + B))
     return idle / (idle + count * per_rank * (F + B)) if pp > 1 else 0.0
-
-
-class Work(NamedTuple):
-    """One piece of a rank's work. kind: "F" forward, "B" whole backward, "I" backward to the input only, "W" to the
-    weights only."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """What a simulation gives: the end of the step, the share of idle time over all ranks, and for each rank the most
-    (stage, microbatch) pairs whose activations it held."""
-
-    end: float
-    idle: float
-    in_flight: list[int]
-
-
-def simulate(orders: Sequence[Sequence[Work]], times: Mapping[str, float], stages: int) -> Timeline:
-    """Run each rank's work in its order, a piece as soon as what it needs is there. `times` by kind. Sending takes no
-    time. Raises ValueError where ranks wait for each other for ever."""
-    ends: dict[Hashable, float] = {}
-    clocks, busy, heads = [0.0] * len(orders), 0.0, [0] * len(orders)
-    while any(head < len(order) for head, order in zip(heads, orders, strict=True)):
-        moved = False
-        for rank, order in enumerate(orders):
-            while heads[rank] < len(order):
-                work = order[heads[rank]]
-                needs = [ends.get(need) for need in _needs(work, stages)]
-                if None in needs:
-                    break
-                clocks[rank] = max(clocks[rank], *(end for end in needs if end is not None), 0.0) + times[work.kind]
-                busy += times[work.kind]
-                for done in _gives(work):
-                    ends[done] = clocks[rank]
-                heads[rank] += 1
-                moved = True
-        if not moved:
-            raise ValueError("the orders of the ranks wait for each other")
-    end = max(clocks)
-    return Timeline(end, 1 - busy / (end * len(orders)), [_most_held(order) for order in orders])
-
-
-def _needs(work: Work, stages: int) -> list[Hashable]:
-    if work.kind == "F":
-        return [("F", work.stage - 1, work.microbatch)] if work.stage else []
-    if work.kind == "W":
-        return [("I", work.stage, work.microbatch)]
-    later = [("I", work.stage + 1, work.microbatch)] if work.stage + 1 < stages else []
-    return [("F", work.stage, work.microbatch), *later]
-
-
-def _gives(work: Work) -> list[Hashable]:
-    return [("I" if work.kind == "B" else work.kind, work.stage, work.microbatch)]
-
-
-def _most_held(order: Sequence[Work]) -> int:
-    held = most = 0
-    for work in order:
-        held += {"F": 1, "B": -1, "W": -1, "I": 0}[work.kind]
-        most = max(most, held)
-    return most
-
-
-def orders_1f1b(pp: int, count: int) -> list[list[Work]]:
-    """The order of 1F1B: warm-up, then one forward and one backward in turn, then the rest."""
-    found = []
-    for rank in range(pp):
-        warm = min(count, pp - 1 - rank)
-        order = [Work("F", rank, i) for i in range(warm)]
-        for i in range(count - warm):
-            order += [Work("F", rank, warm + i), Work("B", rank, i)]
-        found.append(order + [Work("B", rank, i) for i in range(count - warm, count)])
-    return found

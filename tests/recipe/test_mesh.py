@@ -314,3 +314,12 @@ def test_experts_are_folded_over_neighbouring_ranks():
     assert [(c.pp, c.edp, c.ep) for c in map(mesh.coordinate, range(8))] == [
         (pp, edp, ep) for pp in (0, 1) for edp in (0, 1) for ep in (0, 1)
     ]
+
+
+def test_who_keeps_the_weights():
+    replicas, experts_over_tp = Degrees(dp_replicate=4), Degrees(tp=4)
+    assert replicas.by_ddp(experts=False) and not replicas.by_fsdp(experts=False)
+    for other in ({"experts": True}, {"experts": False, "exact": True}):
+        assert not replicas.by_ddp(**other) and replicas.by_fsdp(**other)
+    assert experts_over_tp.by_fsdp(experts=True) and not experts_over_tp.by_fsdp(experts=False)
+    assert not Degrees().by_ddp(experts=False) and not Degrees().by_fsdp(experts=True)

@@ -116,13 +116,13 @@ def parallelize(
             for block in part.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 block.compile()
     experts = {name for name, split in splits.items() if split.axis == "ep"}
-    replicates = degrees.dp_replicate == degrees.world > 1 and not experts and not reduces_itself
+    replicates = degrees.by_ddp(experts=bool(experts), exact=reduces_itself)
     if replicates:
         whole = places(regions, splits, Groups(degrees), ()).items()  # DDP leaves nothing to be summed
         result.places = {name: Place(place.region, groups.world.rank == 0, place.missing) for name, place in whole}
     else:
         small = {name for name, region in regions.items() if name != MIRROR and is_small(roles[name], region.shape)}
-        if degrees.dense_shard * degrees.dp_replicate > 1 or (experts and degrees.edp > 1):
+        if degrees.by_fsdp(experts=bool(experts), exact=reduces_itself):
             for part in parts.values():
                 keep = reshard_after_forward and degrees.pp == 1  # a pipeline gathers once a step
                 _shard(part, groups, _policy(dtype, reduces_itself), keep, small, experts, result)

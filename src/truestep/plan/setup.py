@@ -44,9 +44,7 @@ class Setup:
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 holds the weights. Plain replicas are kept by DDP, a single copy by nobody."""
-        d = self.degrees
-        replicas_only = d.dp_replicate == d.world
-        return not replicas_only and (d.dense_shard * d.dp_replicate > 1 or (d.ep > 1 and d.edp > 1))
+        return self.degrees.by_fsdp(experts=self.model.moe is not None)
 
     @property
     def tokens(self) -> int:

@@ -54,6 +54,16 @@ class Degrees:
         """Ranks that share one copy of the weights of the same experts."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
+    def by_ddp(self, *, experts: bool, exact: bool = False) -> bool:
+        """Whether DDP keeps the copies of the weights: plain replicas of a model without `experts`, whose sums are not
+        `exact` (FSDP2's reductions can be taken over, DDP's cannot)."""
+        return self.dp_replicate == self.world > 1 and not experts and not exact
+
+    def by_fsdp(self, *, experts: bool, exact: bool = False) -> bool:
+        """Whether FSDP2 keeps the weights. A single copy is kept by nobody."""
+        shared = self.dense_shard * self.dp_replicate > 1 or (experts and self.edp > 1)
+        return shared and not self.by_ddp(experts=experts, exact=exact)
+
     def coordinate(self, rank: int) -> Coordinate:
         """Where global rank `rank` stands."""
         if not 0 <= rank < self.world:

@@ -58,7 +58,7 @@ class Case:
     @property
     def by_ddp(self) -> bool:
         """Whether DDP keeps the copies. Before its second step it compares with other ranks, so only one is taken."""
-        return self.degrees.dp_replicate == self.degrees.world > 1
+        return self.degrees.by_ddp(experts=self.model.moe is not None)
 
     @property
     def microbatches(self) -> int:

@@ -6,6 +6,7 @@ axis everything but the core of attention works on a part of the sequence. `plac
 was not placed is whole.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -34,17 +35,17 @@ class LayerInput:
         self.real_BT = real_BT
 
 
-class Parted(nn.Module):
+class Parted(nn.Module, ABC):
     """A module that knows how its work is split over axes."""
 
+    @abstractmethod
     def place(self, axes: Axes) -> None:
         """Take up the axes; called once, before the parameters are cut."""
-        raise NotImplementedError
 
+    @abstractmethod
     def splits(self) -> dict[str, Split]:
         """How its own parameters are split, by their names in it; those that are not named are whole on every rank.
         Names of parameters that do not exist (biases) do no harm. Called after `place`."""
-        raise NotImplementedError
 
 
 class Linear(nn.Linear):

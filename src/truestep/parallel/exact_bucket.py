@@ -1,5 +1,6 @@
 """Integer sums of the gradients of one step: what `exact` adds into, and how they become `.grad`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -57,7 +58,7 @@ class Scales:
         torch.maximum(known, met, out=known)
 
 
-class Bucket:
+class Bucket(ABC):
     """The sums of some parameters in one flat int64 tensor, which lives from `begin` to `fill`."""
 
     def __init__(self, scales: Scales, slots: list[Slot]):
@@ -77,14 +78,14 @@ class Bucket:
         """Add the gradient of one use in one microbatch, whole."""
         self.scales.add(slot, self.part(slot), grad.detach().reshape(1, -1))
 
-    def sweep(self) -> None:
+    def sweep(self) -> None:  # noqa: B027  # hooks leave most buckets nothing to do
         """After the backward pass of a microbatch: take what has not been taken on the way."""
 
     def slot(self, name: str) -> Slot | None:
         return next((slot for slot in self.slots if slot.name == name), None)
 
-    def parameter(self, slot: Slot) -> torch.nn.Parameter:
-        raise NotImplementedError
+    @abstractmethod
+    def parameter(self, slot: Slot) -> torch.nn.Parameter: ...
 
     def complete(self) -> None:
         """Sum the integers over the groups of each slot's route; neighbours with the same groups together."""

@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-_KEPT = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default}
+_KEPT = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._grouped_mm.default,
+    aten._scaled_mm.default,
+    aten._scaled_mm_v2.default,  # of torch.nn.functional.scaled_mm
+}
 
 
 def recompute(blocks: nn.Module, mode: str | Mapping[int, str], compiled: bool) -> None:

@@ -4,6 +4,7 @@ Every way to make one is a `Cast`. Scales come from the largest magnitudes of th
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
@@ -59,7 +60,7 @@ class Operand:
         return (inner if self.outer is None else inner * self.outer.to(wide)).to(dtype)
 
 
-class Cast:
+class Cast(ABC):
     """How a matrix (rows, K) of fp32 becomes an operand; K is the dimension that is summed over.
 
     `block`: values along K that share a block scale (1 where there is none). `tensor`: whether a scale of the whole
@@ -75,11 +76,11 @@ class Cast:
         """The largest magnitude of the global tensor, fp32 (), where a scale needs it."""
         return largest(x.abs().max(), axes) if self.tensor else None
 
+    @abstractmethod
     def __call__(
         self, x: torch.Tensor, amax: torch.Tensor | None, columns: Along = (), draws: torch.Tensor | None = None
     ) -> Operand:
         """`columns`: the axes over which K is split. With `draws` (as round_stochastic wants them) it rounds so."""
-        raise NotImplementedError
 
     def _encode(self, scaled: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
         return encode(scaled if draws is None else round_stochastic(scaled, self.form, draws), self.form)

@@ -55,3 +55,9 @@ def test_what_plan_refuses(capsys, recipe):
     )
     own = ["--set", "model={module='my:Model'}"]
     truestep(capsys, "plan", recipe, *own).refused("needs the sizes of the model", "give [model] with vocab_size")
+
+
+@pytest.mark.parametrize("numerics", ['reduction="exact"', 'low_precision={kind="fp8-rowwise"}'])
+def test_a_dry_run_refuses_numerics_that_it_cannot_trace(capsys, recipe, numerics):
+    ended = truestep(capsys, "plan", recipe, "--dry-run", "--set", f"numerics={{{numerics}}}")
+    ended.refused(f"numerics.{numerics.partition('=')[0]}", "leave [numerics] out of the recipe")

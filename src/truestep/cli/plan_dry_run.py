@@ -28,6 +28,12 @@ def dry_run(
             f"{recipe}: a dry run needs the sizes of the model, which this recipe does not tell; give [model] with "
             f"vocab_size."
         )
+    if loaded.numerics.reduction == "exact" or loaded.numerics.low_precision:
+        given = "low_precision" if loaded.numerics.low_precision else 'reduction = "exact"'
+        raise UserError(
+            f"{recipe}: numerics.{given} cannot be traced by a dry run, which knows native sums and formats; leave "
+            "[numerics] out of the recipe for a trace."
+        )
     case = dry_run_recipe.Case.of(loaded, model, stage_named(loaded, stage), world or assumed_world(loaded))
     costs = dry_run_recipe.dry_run(case, list(ranks) or dry_run_recipe.telling_ranks(case), processes=2)
     if as_json:

@@ -27,6 +27,7 @@ TORCH_FREE = ["recipe", "runlog", "storage", "factors", "ledger", "plan", "elast
 TORCH_FREE_MODULES = [
     "truestep.checkpoint.catalogue",
     "truestep.checkpoint.manifest",
+    "truestep.checkpoint.marks",
     "truestep.checkpoint.verify",
     "truestep.data.build",
     "truestep.data.tokenizer",

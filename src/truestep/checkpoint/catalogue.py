@@ -3,38 +3,25 @@
     epochs/<n>              an attempt, and the commits it honours
     commits/<step>-<epoch>  a checkpoint, by its manifest's key and SHA-256
     steps/...               data objects and manifests, which count for nothing without a commit
+    marks/<step>-<epoch>/   what became of a checkpoint since (truestep.checkpoint.marks)
 
 A commit counts if its epoch is the newest one, or if the newest epoch names it. So an attempt that was paused and
 superseded can write what it likes: no reader honours it.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 from truestep.checkpoint.manifest import Manifest
+from truestep.checkpoint.marks import deleted_on_purpose, quarantined
+from truestep.checkpoint.sealed import Committed, seal, unseal
 from truestep.errors import CheckpointError, StorageError
-from truestep.files import canonical
 from truestep.storage.interface import KeyExists, Store
 from truestep.storage.probe import require_safe
 
-_COMMIT = re.compile(r"commits/(\d{12})-(\d{6})")
 _EPOCH = re.compile(r"epochs/(\d{6})")
-
-
-@dataclass(frozen=True, order=True)
-class Committed:
-    """A commit. Ordered by step, then by epoch, as numbers."""
-
-    step: int
-    epoch: int
-
-    @property
-    def key(self) -> str:
-        return f"commits/{self.step:012d}-{self.epoch:06d}"
 
 
 @dataclass(frozen=True)
@@ -54,30 +41,6 @@ class Catalogue:
     epoch: int
 
 
-def seal(body: dict[str, Any]) -> bytes:
-    """A small record that carries the SHA-256 of itself."""
-    return canonical({"body": body, "sha256": hashlib.sha256(canonical(body)).hexdigest()})
-
-
-def unseal(data: bytes, where: str) -> dict[str, Any]:
-    """The record's body; CheckpointError if a single byte differs from what was sealed."""
-    try:
-        body = json.loads(data)["body"]
-        intact = isinstance(body, dict) and seal(body) == data
-    except (ValueError, KeyError, TypeError):
-        intact, body = False, {}
-    if not intact:
-        raise CheckpointError(
-            f"{where}: the record is damaged; restore it from a copy, or move it away if no attempt runs"
-        )
-    return body
-
-
-def _parse(key: str) -> Committed | None:
-    match = _COMMIT.fullmatch(key)
-    return Committed(int(match[1]), int(match[2])) if match else None
-
-
 def _newest_epoch(store: Store) -> Epoch:
     numbers = [int(match[1]) for entry in store.list("epochs") if (match := _EPOCH.fullmatch(entry.key))]
     if not numbers:
@@ -91,10 +54,11 @@ def _newest_epoch(store: Store) -> Epoch:
 
 def read_catalogue(store: Store) -> Catalogue:
     """All commits that count at this moment. Objects that are no commits are not looked at."""
-    commits = {found for entry in store.list("commits") if (found := _parse(entry.key))}
+    commits = {found for entry in store.list("commits") if (found := Committed.parse(entry.key))}
     epoch = _newest_epoch(store)  # read after the commits, so that it can only take away from them
     honoured = sorted(c for c in commits if c.epoch >= epoch.number or c.key in epoch.honours)
-    lost = sorted(c for key in epoch.honours if (c := _parse(key)) and c not in commits)
+    gone = sorted(c for key in epoch.honours if (c := Committed.parse(key)) and c not in commits)
+    lost = [committed for committed in gone if not deleted_on_purpose(store, committed)]
     return Catalogue(honoured, lost, epoch.number)
 
 
@@ -104,8 +68,10 @@ def list_committed(store: Store) -> list[Committed]:
 
 
 def begin_epoch(store: Store, quarantine: Collection[str] = ()) -> Epoch:
-    """Fence off every earlier attempt: create the next epoch, which honours what counts now less the quarantined.
+    """Fence off every earlier attempt: create the next epoch, which honours what counts now less `quarantine`.
 
+    Those that a mark quarantines stay honoured, so that they are listed, can be released, and are deleted in their
+    time; readers pass them over.
     Rank 0 calls this once at the start of an attempt and gives the number to all ranks' Checkpointers. The store is
     probed on first use and refused if it cannot commit safely.
     """
@@ -164,7 +130,8 @@ def read_manifest(store: Store, committed: Committed) -> Manifest:
 
 
 def newest(store: Store, quarantine: Collection[str] = ()) -> Committed | None:
-    """The newest honoured commit whose manifest verifies and that is not quarantined (by key), if there is one."""
+    """The newest honoured commit whose manifest verifies and that is not quarantined, by a mark or here by its key."""
+    quarantine = quarantined(store).union(quarantine)
     for committed in reversed(list_committed(store)):
         if committed.key not in quarantine:
             try:

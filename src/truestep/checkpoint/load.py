@@ -11,6 +11,7 @@ from truestep.checkpoint.catalogue import Committed, read_catalogue, read_manife
 from truestep.checkpoint.codec import dtype_name, metadata_of
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.manifest import OPTIM, Manifest
+from truestep.checkpoint.marks import marks_on, quarantined, standing
 from truestep.checkpoint.plans import PiecePlanner
 from truestep.checkpoint.reader import BlockReader
 from truestep.errors import CheckpointError, StorageError, UserError
@@ -146,8 +147,9 @@ def load_newest(
 ) -> Loaded | None:
     """Load the newest honoured checkpoint that is whole; None if there is none at all. All ranks call this together.
 
-    A damaged or unreadable one is passed over with a loud note (a warning, and `fell_back`). CheckpointError if there
-    are some but none can be loaded: never a silent start from nothing. Mismatch if the newest whole one does not fit.
+    A damaged, unreadable or quarantined one is passed over with a loud note (a warning, and `fell_back`).
+    CheckpointError if there are some but none can be loaded: never a silent start from nothing. Mismatch if the newest
+    whole one does not fit.
     """
     group = group or Group.of(None, 0, 1, 60.0)
     found = group.share("catalogue", _candidates(store, quarantine) if group.rank == 0 else None)
@@ -168,7 +170,7 @@ def load_newest(
         for note in lost:
             log.warning(note)
         return Loaded(**{**vars(loaded), "fell_back": lost + notes})
-    if found["commits"] or found["lost"]:
+    if notes or found["lost"]:
         told = "; ".join([*notes, *(f"step {s}, epoch {e}, is listed but gone" for s, e in found["lost"])])
         raise CheckpointError(f"{store.url}: no checkpoint can be loaded: {told}")
     return None
@@ -177,10 +179,16 @@ def load_newest(
 def _candidates(store: Store, quarantine: Collection[str]) -> dict[str, Any]:
     """What rank 0 tells the others: the commits to try, newest first; or why there is no telling."""
     try:
-        catalogue = read_catalogue(store)
+        catalogue, quarantine = read_catalogue(store), set(quarantine)
+        passed_over = quarantined(store)
+        marked = {c.key: standing(marks_on(store, c)).quarantined for c in catalogue.commits if c.key in passed_over}
     except (CheckpointError, StorageError) as error:
         return {"error": str(error)}
-    commits = [[c.step, c.epoch] for c in reversed(catalogue.commits) if c.key not in quarantine]
+    commits = [[c.step, c.epoch] for c in reversed(catalogue.commits) if c.key not in quarantine | marked.keys()]
     lost = [[c.step, c.epoch] for c in catalogue.lost if c.key not in quarantine]
-    passed = [f"passed over {c.key}: it is quarantined" for c in catalogue.commits if c.key in quarantine]
+    passed = [
+        f"passed over {c.key}: it is quarantined" + (f" ({marked[c.key]})" if c.key in marked else "")
+        for c in catalogue.commits
+        if c.key in quarantine | marked.keys()
+    ]
     return {"commits": commits, "lost": lost, "notes": passed}

@@ -543,7 +543,7 @@ def on_a_mesh(rank: int, world: int, mesh: dict[str, int], schedule: str = "1f1b
         return head
 
     if parallel.pipeline is not None:
-        parallel.pipeline.after_backward = exact.sweep
+        parallel.after_backward = exact.sweep
     whole = tiny.rows()[0]
     mine = tiny.share(whole, parallel.groups.data_rank, parallel.groups.data_size, size=2)
     mine = [parallel.own_part(batch) for batch in mine]

@@ -74,7 +74,9 @@ def _move(tensor: torch.Tensor | None, axis: Axis, source: int, target: int) -> 
 @dataclass
 class Parallel:
     """A model ready for the step: `parts` are the modules that this rank holds of it, one without a pipeline. Names
-    are those of the whole model. `call` is what runs where there is one part: the part, or DDP around it."""
+    are those of the whole model. `call` is what runs where there is one part: the part, or DDP around it. `kept`: what
+    autograd keeps of a microbatch on this rank. `after_backward` is called after the backward pass of each microbatch,
+    by whoever takes gradients before they are summed."""
 
     parts: list[nn.Module]
     call: nn.Module
@@ -87,7 +89,7 @@ class Parallel:
     mirror: Mirror | None = None
     draws: Draws | None = None
     after_backward: Callable[[], None] | None = None
-    _kept: Kept = field(default_factory=Kept)
+    kept: Kept = field(default_factory=Kept)
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
     _metric_names: list[str] | None = None
 
@@ -104,11 +106,6 @@ class Parallel:
     @property
     def has_head(self) -> bool:
         return self.pipeline is None or self.pipeline.has_head
-
-    @property
-    def kept(self) -> Kept:
-        """What autograd keeps of a microbatch on this rank."""
-        return self._kept if self.pipeline is None else self.pipeline.kept
 
     @property
     def counts(self) -> bool:
@@ -153,8 +150,7 @@ class Parallel:
                     loss_sum, extra = forward(self.call, batch, loss_of(batch))
                 if factor:
                     (loss_sum * factor).backward()
-                    if self.after_backward is not None:
-                        self.after_backward()
+                    self._gradients_made()
             self.probe.next_microbatch()
             sums.append(loss_sum.detach() * self.counts)
             for name, value in extra.items():
@@ -167,7 +163,8 @@ class Parallel:
         missing = pipeline.padded(len(batches)) - len(batches)
         moved = [batch.to(self.device) for batch in batches]
         moved += [batches[0].without_targets().to(self.device)] * missing
-        found = pipeline.run(moved, [loss_of(batch) for batch in moved], factor, begin)
+        heads = [loss_of(batch) for batch in moved]
+        found = pipeline.run(moved, heads, factor, begin, self._gradients_made, self.kept)
         self.probe.next_microbatch()
         zero = torch.zeros((), device=self.device)
         if self._metric_names is None:  # the same in every step; ranks without the head have to be told
@@ -180,6 +177,10 @@ class Parallel:
         found = found[: len(batches)]  # padding adds nothing
         sums = [loss_sum * self.counts for loss_sum, _ in found]
         return sums, {name: [extra[name].detach() * self.counts for _, extra in found] for name in named}
+
+    def _gradients_made(self) -> None:
+        if self.after_backward is not None:
+            self.after_backward()
 
     def own_part(self, batch: Batch) -> Batch:
         """The places of a microbatch's rows that this rank computes."""

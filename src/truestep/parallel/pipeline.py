@@ -4,7 +4,7 @@ Every rank of the pipeline has the rows themselves; only hidden states travel fo
 microbatch's loss sum is multiplied by the factor of the step and nothing else, whatever the number of microbatches.
 
 FSDP2 gathers the weights of a part once a step, keeps them, and reduces their gradients once, after the last backward
-pass. `after_backward` is called after that of each microbatch, for whoever takes gradients before they are summed.
+pass.
 """
 
 from collections.abc import Callable
@@ -54,8 +54,6 @@ class Pipeline:
     per_rank: int
     shape: Shape
     compute: Callable[[], AbstractContextManager]
-    after_backward: Callable[[], None] | None = None
-    kept: Kept = field(default_factory=Kept)
     _kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
     _results: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     _gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -77,11 +75,18 @@ class Pipeline:
         return self.num_parts - 1 in self.parts
 
     def run(
-        self, batches: list[Batch], heads: list[Head], factor: float, begin: Callable[[int], None]
+        self,
+        batches: list[Batch],
+        heads: list[Head],
+        factor: float,
+        begin: Callable[[int], None],
+        after_backward: Callable[[], None],
+        kept: Kept,
     ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Forward and backward of all microbatches; `begin` says which one is next. On the rank with the last part,
-        what each head returned (a loss sum and metrics) by microbatch; elsewhere nothing. The schedule may ask for more
-        microbatches than there are: `batches` then holds padding at its end."""
+        """Forward and backward of all microbatches; `begin` says which one is next, `after_backward` is called after
+        each backward pass that makes gradients of weights, `kept` counts what forward passes keep. On the rank with the
+        last part, what each head returned (a loss sum and metrics) by microbatch; elsewhere nothing. The schedule may
+        ask for more microbatches than there are: `batches` then holds padding at its end."""
         order = orders(self.schedule, self.axis.size, self.per_rank, len(batches))[self.axis.rank]
         assert order.num_microbatches == len(batches), "pad the microbatches first"
         found: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
@@ -91,7 +96,8 @@ class Pipeline:
             batch = batches[action.microbatch]
             if action.what == "F":
                 begin(action.microbatch)
-                result = self._forward(action, batch, heads[action.microbatch])
+                with kept.counting(action.part, self.parts[action.part]):
+                    result = self._forward(action, batch, heads[action.microbatch])
                 if result is not None:
                     found[action.microbatch] = result
             elif action.what in ("SEND_F", "SEND_B"):
@@ -101,6 +107,8 @@ class Pipeline:
             elif factor:
                 begin(action.microbatch)
                 self._backward(action, factor)
+                if action.what != "I":
+                    after_backward()
         for part in self.parts.values():
             _release(part)
         self._settle()
@@ -143,7 +151,7 @@ class Pipeline:
         number, part, given = action.part, self.parts[action.part], None
         if number > 0:
             given = self._take("F", number, action.microbatch).requires_grad_()
-        with self.compute(), self.kept.counting(number, part):
+        with self.compute():
             out = _call(part, batch.tokens_BT if given is None else given, batch, head)
         last, key = number == self.num_parts - 1, (number, action.microbatch)
         self._kept[key] = _Kept(given, out[0] if last else out)
@@ -177,8 +185,6 @@ class Pipeline:
                 kept.given.grad = None
         if action.what != "I":
             del self._kept[key]
-            if self.after_backward is not None:
-                self.after_backward()
 
     def _take(self, direction: str, number: int, microbatch: int) -> torch.Tensor:
         """What came from the neighbouring part: over the wire, or, where it lies on this rank too, by hand."""

@@ -111,8 +111,6 @@ def make_exact(parallel: Parallel, names: list[str], job: Job) -> Exact:
     tied = TABLE if isinstance(part, Decoder) and part.section.tie_embeddings else None
     exact = reduce_exactly(parallel, names, job.control, tied=tied, once_a_step=parallel.pipeline is not None)
     parallel.after_backward = exact.sweep
-    if parallel.pipeline is not None:
-        parallel.pipeline.after_backward = exact.sweep
     for part in parallel.parts:
         if tied and isinstance(part, Decoder) and part.embed is not None and part.norm is not None:
             part.second_use = partial(as_use, sink=exact.sink(TABLE))

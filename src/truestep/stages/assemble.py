@@ -1,0 +1,184 @@
+"""Everything that a stage trains with, built from the recipe for the processes that are there: the same parts for a
+run, a replay and a drill."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from truestep.data.loader import Corpus, Loader, Prefetcher, evaluation_batches
+from truestep.data.tokenizer import Tokenizer, check_vocab
+from truestep.errors import ModelError
+from truestep.models.build import build_model, init_weights
+from truestep.models.foreign import ForeignModel
+from truestep.models.hf import load_hf, read_section
+from truestep.models.hub import fetch, is_hub_id
+from truestep.models.load import require_own_module, tensors_of
+from truestep.numerics.pieces import Piece
+from truestep.parallel.mesh import Limits
+from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.model import ModelSection
+from truestep.recipe.stage import Stage
+from truestep.stages.context import Context
+from truestep.stages.corpora import Corpora
+from truestep.stages.measure import measure_precision
+from truestep.train.build import build
+from truestep.train.evaluate import HeldOut, Text, evaluate_with_gap
+from truestep.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Start:
+    """The model that a stage starts from; `pinned` names it for the record (a hub id with its commit)."""
+
+    directory: Path
+    pinned: str
+
+    @property
+    def digest(self) -> str | None:
+        """Digest of its weights, where the directory has a manifest of ours that says."""
+        file = self.directory / "manifest.json"
+        return json.loads(file.read_text()).get("weights") if file.exists() else None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a stage trains with. `precision`: the compute dtype. `start`: None for fresh weights. `measure(whole)`: the
+    held-out figures of the model as it is, if the stage has a held-out text."""
+
+    stage: Stage
+    schedule: BatchSchedule
+    start: Start | None
+    corpora: Corpora
+    section: ModelSection
+    precision: str
+    state: TrainState
+    loader: Loader
+    measure: Callable[[bool], HeldOut] | None
+
+    def feed(self, context: Context) -> Prefetcher:
+        """This rank's microbatches from the state's step on. The loader's skipped ranges are known by now."""
+        groups, machine = self.state.parallel.groups, context.recipe.machine
+        return Prefetcher(
+            self.loader,
+            self.schedule,
+            groups.data_rank,
+            groups.data_size,
+            machine.microbatch_rows,
+            machine.prefetch,
+            self.state.step,
+            pin=context.job.device.type == "cuda",
+        )
+
+    def loader_state(self, step: int) -> dict:
+        """The loader's state once `step` steps were trained on."""
+        return self.loader.state(self.schedule.rows(step - 1)[1])
+
+    def tokens_of(self, step: int) -> int:
+        """Tokens of the global batch of a step, counted from 0."""
+        return self.schedule.rows_in(step) * self.stage.context
+
+
+def assemble(context: Context, stage: Stage, precision: str | None = None) -> Parts:
+    """Build a stage's parts, the state as it is before the first step. Collective. `precision`: what was chosen before,
+    where that is known; else as the recipe says."""
+    recipe, machine = context.recipe, context.recipe.machine
+    schedule = BatchSchedule.of(stage)
+    start = starting_point(context, stage)
+    corpora = Corpora.prepare(context, stage, partial(model_section, context, start))
+    section = model_section(context, start, corpora.tokenizer)
+    precision = precision or measure_precision(context, stage, section)
+    model = build_model(section, section.vocab_size)
+    check_fit(stage, section, model)
+    names = list(tensors_of(model))
+    state = build(
+        stage,
+        model,
+        partial(load_into, start.directory, names) if start else partial(first_weights, recipe.run.seed),
+        job=context.job,
+        machine=machine,
+        precision=precision,
+        seed=recipe.run.seed,
+        steps=schedule.steps,
+        numerics=recipe.numerics,
+        limits=Limits.of(recipe, section),
+    )
+    held_out = corpora.held_out(stage)
+    measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
+    loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
+    return Parts(stage, schedule, start, corpora, section, precision, state, loader, measure)
+
+
+def starting_point(context: Context, stage: Stage) -> Start | None:
+    """None where the stage starts from fresh weights. Rank 0 fetches, the others wait."""
+    if stage.start == "init":
+        return None
+    if stage.start.startswith("stage:"):
+        directory = context.model_dir(stage.start.removeprefix("stage:"))
+        return Start(directory, stage.start)
+    if not is_hub_id(stage.start):
+        return Start(Path(stage.start), stage.start)
+    cache = Path(context.recipe.machine.cache).expanduser() / "hub"
+
+    def get() -> list[str]:
+        found = fetch(stage.start, cache)
+        return [str(found.directory), found.pinned]
+
+    directory, pinned = context.job.agree(f"start/{stage.name}", get)
+    return Start(Path(directory), pinned)
+
+
+def model_section(context: Context, start: Start | None, tokenizer: Tokenizer) -> ModelSection:
+    """The architecture, filled in: that of the start model, else that of the recipe."""
+    section = context.recipe.model
+    if start:
+        own_module = section.module if section else None
+        section = read_section(start.directory)
+        require_own_module(section, own_module, start.directory)
+    if section is None:
+        raise ModelError("the recipe has no [model] and its stage starts from fresh weights; add [model]")
+    resolved = section.resolved(tokenizer.vocab_size)
+    check_vocab(tokenizer, resolved.vocab_size)
+    return resolved
+
+
+def check_fit(stage: Stage, section: ModelSection, model: nn.Module) -> None:
+    """What the recipe alone cannot know of a start model or of a user's own module."""
+    if stage.context > section.max_context:
+        raise ModelError(
+            f"stage {stage.name!r} has context = {stage.context}, but its model takes rows of at most "
+            f"{section.max_context} tokens; lower the context, or start from a model of longer rows"
+        )
+    if isinstance(model, ForeignModel) and stage.mask_documents and not model.takes_documents:
+        raise ModelError(
+            f"stage {stage.name!r} keeps documents apart (mask_documents), which {section.module} cannot: its forward "
+            f"has no `document_ids`; add that argument, or set mask_documents = false"
+        )
+
+
+def load_into(directory: Path, names: list[str], model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    """`names`: those of the whole model, of which `model` may be a part."""
+    load_hf(directory, pieces, names)
+
+
+def first_weights(seed: int, model: nn.Module, pieces: Mapping[str, Piece]) -> None:
+    init_weights(model, seed, pieces)
+
+
+def evaluate_on(
+    state: TrainState, stage: Stage, rows: int, corpus: Corpus, tokenizer: Tokenizer, whole: bool
+) -> HeldOut:
+    """Held-out figures of the model as it is now: of `evaluate.rows` rows, or of the whole text."""
+    assert stage.evaluate is not None
+    groups, limit = state.parallel.groups, 0 if whole else stage.evaluate.rows
+    share = groups.data_rank, groups.data_size
+    batches = partial(evaluation_batches, corpus, stage.context, stage.mask_documents, *share, rows, limit)
+    num_bytes, store = corpus.store.num_bytes, corpus.store
+    lengths = torch.from_numpy(tokenizer.byte_lengths())
+    complete = not limit and num_bytes is not None and corpus.packing == "split"
+    text = Text(lengths, num_bytes or 0, store.num_documents, complete)
+    return evaluate_with_gap(state.parallel, state.job, batches, text)

@@ -1,0 +1,80 @@
+"""A stage's checkpoints: the store is opened, fenced off from earlier attempts, and the newest sound one taken up."""
+
+import platform
+from typing import Any
+
+import torch
+
+from truestep.checkpoint.catalogue import begin_epoch
+from truestep.checkpoint.checkpointer import Checkpointer
+from truestep.checkpoint.control import Group
+from truestep.checkpoint.load import load_newest
+from truestep.data.loader import Loader
+from truestep.errors import CheckpointError
+from truestep.recipe.digests import bits_fields, changed, what
+from truestep.recipe.stage import Stage
+from truestep.stages.context import Context, checkpoint_place
+from truestep.stages.measure import versions
+from truestep.storage.store import open_store
+from truestep.train.state import TrainState
+
+
+def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
+    """The stage's store of checkpoints, fenced off from earlier attempts."""
+    recipe, job, settings = context.recipe, context.job, context.recipe.checkpoint
+    store = open_store(checkpoint_place(recipe, context.run_dir, stage.name), settings.storage_options)
+    return Checkpointer(
+        store,
+        attempt=job.agree(f"epoch/{stage.name}", lambda: begin_epoch(store).number),
+        rank=job.rank,
+        world=job.world,
+        kv=job.store,
+        block_bytes=settings.block,
+        deadline_s=settings.deadline,
+        facts={"what": what(recipe), "stage": stage.name, "run": recipe.run.name, "bits": bits_now(context)},
+    )
+
+
+def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, checkpointer: Checkpointer) -> None:
+    """Go on from the newest sound checkpoint, if there is one, and say so."""
+    job, wish = context.job, context.recipe.run.resume
+    group = Group.of(job.store, job.rank, job.world, context.recipe.checkpoint.deadline, f"load-{stage.name}")
+    tensors = state.tensors()
+    loaded = load_newest(checkpointer.store, tensors, group=group)
+    if loaded is None:
+        if wish == "required":
+            raise CheckpointError(
+                f"run.resume is required, but {checkpointer.store.url} holds no checkpoint; set it to auto"
+            )
+        context.progress.say(f"{stage.name}: starts at step 0 (no checkpoint in {checkpointer.store.url})")
+        return
+    if wish == "never":
+        raise CheckpointError(
+            f"run.resume is never, but {checkpointer.store.url} holds step {loaded.step}; choose another run.name"
+        )
+    if loaded.facts["what"] != what(context.recipe):
+        raise CheckpointError(f"{checkpointer.store.url} holds checkpoints of another recipe; choose another run.name")
+    state.restore(loaded.extra)
+    loader.restore(state.loader)
+    differences = changed(loaded.facts["bits"], bits_now(context))
+    context.note(
+        "resume",
+        stage=stage.name,
+        step=loaded.step,
+        checkpoint=loaded.commit,
+        fell_back=loaded.fell_back,
+        changed=differences,
+    )
+    if differences:
+        context.progress.say(f"{stage.name}: last bits of results may differ from here on: {'; '.join(differences)}")
+    for sentence in loaded.fell_back:
+        context.progress.alarm(sentence)
+    context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit})")
+
+
+def bits_now(context: Context) -> dict[str, Any]:
+    """What the last bits of a result depend on: fields of the recipe, the mesh's size, versions and hardware."""
+    device = context.job.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    here = {"processes": context.job.world, "threads": torch.get_num_threads(), "hardware": hardware}
+    return bits_fields(context.recipe) | here | {f"version of {name}": v for name, v in versions().items()}

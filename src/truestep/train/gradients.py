@@ -1,6 +1,7 @@
 """The gradient of one global batch, complete and ready for the optimizer, by native or by exact sums."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,17 +40,19 @@ def gradient(
     loss_of: LossOf,
     factor: float,
     begin: Callable[[int], None],
-    questions: list[float],
+    questions: Iterable[float],
 ) -> Gradient:
     """Forward and backward of this rank's microbatches, then all sums over ranks. Collective. `questions` are numbers
-    to be summed over ranks along with the rest."""
+    to be summed over ranks along with the rest, asked for after the last backward pass."""
     run = partial(_run, state, batches, loss_of, factor, begin)
     return fast(state, run, questions) if state.exact is None else exact(state, state.exact, run, questions)
 
 
-def fast(state: TrainState, run: Run, questions: list[float]) -> Gradient:
+def fast(state: TrainState, run: Run, questions: Iterable[float]) -> Gradient:
     """Native reductions, at least in fp32."""
-    sums, metrics = run()
+    compared = state.guard is not None and state.guard.armed
+    with repeatable(state.parallel.device) if compared else nullcontext():
+        sums, metrics = run()
     state.parallel.complete_gradients()
     grads = _handed_over(state)
     norm = state.parallel.grad_norm()
@@ -59,7 +62,7 @@ def fast(state: TrainState, run: Run, questions: list[float]) -> Gradient:
     return Gradient(grads, norm, losses, total, dict(zip(metrics, rest)), rest[len(metrics) :])
 
 
-def exact(state: TrainState, reduction: Exact, run: Run, questions: list[float]) -> Gradient:
+def exact(state: TrainState, reduction: Exact, run: Run, questions: Iterable[float]) -> Gradient:
     """Every microbatch's gradient, the same bits every time, rounded to integers before any sum; computed again where
     it does not fit."""
     parallel, troubles = state.parallel, []
@@ -76,7 +79,7 @@ def exact(state: TrainState, reduction: Exact, run: Run, questions: list[float])
     grads = _handed_over(state)
     norm = torch.tensor(outcome.norm / state.scaler.scale, dtype=torch.float64, device=parallel.device)
     total, *named = outcome.sums
-    return Gradient(grads, norm, losses, total, dict(zip(metrics, named)), state.job.all_sum(questions), troubles)
+    return Gradient(grads, norm, losses, total, dict(zip(metrics, named)), state.job.all_sum([*questions]), troubles)
 
 
 def _run(
@@ -91,4 +94,6 @@ def _run(
 def _handed_over(state: TrainState) -> list[torch.Tensor]:
     grads = state.parallel.hand_over_gradients()
     state.scaler.unscale_(grads)
+    if state.guard is not None:
+        state.guard.reduced()
     return grads

@@ -16,6 +16,7 @@ from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
 from truestep.plan.activations import Recompute
 from truestep.recipe.stage import Optim
+from truestep.train.guard import Guard
 
 
 @dataclass
@@ -23,7 +24,8 @@ class TrainState:
     """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (fp16 overflow
     skips one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the start model.
     `own_weight`: the loss may count something else than targets, so its weights have to be added up over ranks.
-    `recomputed`: what each block of the whole model recomputes, by its number, where that is known."""
+    `recomputed`: what each block of the whole model recomputes, by its number, where that is known. `guard` looks at
+    every step from inside."""
 
     job: Job
     parallel: Parallel
@@ -35,6 +37,7 @@ class TrainState:
     seed: int
     exact: Exact | None = None
     own_weight: bool = False
+    guard: Guard | None = None
     recomputed: dict[int, Recompute] = field(default_factory=dict)
     step: int = 0
     updates: int = 0

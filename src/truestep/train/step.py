@@ -18,6 +18,7 @@ from truestep.optim.clip import clip_
 from truestep.optim.schedule import factor
 from truestep.sentinel.finite import Verdict, judge
 from truestep.train.gradients import gradient
+from truestep.train.guard import Work, everything
 from truestep.train.routing import end_routing, has_routers
 from truestep.train.state import TrainState
 
@@ -63,16 +64,24 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     weights = [float(state.loss.weight(batch)) if parallel.counts else 0.0 for batch in batches]
     divisor = job.all_sum([sum(weights)])[0] if state.own_weight else num_targets
 
-    def begin(index: int) -> None:
-        number = index * groups.data_size + groups.data_rank
+    def begin_number(number: int) -> None:
         torch.manual_seed(stream(state.seed, state.step, number))
         if parallel.draws is not None:
             parallel.draws.begin(state.step, number)
 
+    def begin(index: int) -> None:
+        begin_number(index * groups.data_size + groups.data_rank)
+
     def loss_of(batch: Batch) -> Any:
         return partial(head_loss, state.loss, batch)
 
-    found = gradient(state, batches, loss_of, scale / divisor if divisor else 0.0, begin, questions)
+    share = scale / divisor if divisor else 0.0
+    if state.guard is not None:
+        state.guard.begin(Work(batches, loss_of, share, begin_number))
+    found = gradient(state, batches, loss_of, share, begin, everything(questions, state.guard))
+    agreed, numbers = found.agreed[: len(questions)], found.agreed[len(questions) :]
+    if state.guard is not None:
+        state.guard.inspect(found.sums, numbers)
     loss, norm = found.total / divisor if divisor else 0.0, found.norm.item()
     verdict = judge(loss, norm, scaled=state.scaler.enabled) if divisor else Verdict.SKIP
 
@@ -91,7 +100,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     if has_routers(state):
         metrics |= end_routing(state, update=verdict is Verdict.GO)
     shards = list(zip(found.sums, weights, _norms(parallel, scale, len(batches))))
-    return StepResult(loss, norm, clip, num_targets, verdict, shards, metrics, found.agreed)
+    return StepResult(loss, norm, clip, num_targets, verdict, shards, metrics, agreed)
 
 
 def stream(seed: int, step: int, microbatch: int) -> int:

@@ -91,6 +91,7 @@ def test_due_and_the_words():
         interval.due(0.0)
     assert interval.rate.device_s == 1200
     assert interval.seconds == daly(0.5, interval.mtbf_s) and 5 < interval.seconds < 12
+    assert interval.news() == interval.explain() and interval.news() is None
     assert interval.due(interval.seconds) and not interval.due(interval.seconds * 0.99)
     said = interval.explain()
     assert "one stalls training for 0.5 s and takes 2 s" in said and "5 failures in 0.333 device-hours seen" in said

@@ -72,7 +72,7 @@ class Interval:
     totals_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._seen_s = self.clock()
+        self._seen_s, self._said_s = self.clock(), 0.0
 
     @classmethod
     def of(cls, records: Iterable[Record], devices: int, clock: Callable[[], float] = time.monotonic) -> "Interval":
@@ -116,6 +116,13 @@ class Interval:
         self.rate.device_s += self.devices * (now - self._seen_s)
         self._seen_s = now
         return since_s >= self.seconds
+
+    def news(self) -> str | None:
+        """What `explain` says, where the interval is no longer about what it was when this was last asked."""
+        if 0.5 * self._said_s < self.seconds < 2 * self._said_s:
+            return None
+        self._said_s = self.seconds
+        return self.explain()
 
     def explain(self) -> str:
         """The interval and why, in a sentence."""

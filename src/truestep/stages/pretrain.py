@@ -2,7 +2,9 @@
 
 from dataclasses import asdict
 
+from truestep.plan.interval import Interval
 from truestep.recipe.stage import Stage
+from truestep.runlog.log import read
 from truestep.stages.assemble import assemble
 from truestep.stages.context import Context
 from truestep.stages.finish import Finished, finish
@@ -39,6 +41,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate=measure,
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
+        interval=_interval(context),
         profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
     )
     parts.corpora.record(context)
@@ -52,3 +55,10 @@ def carry_out(context: Context, stage: Stage) -> str:
         context.progress.say(f"{stage.name}: stopped after step {state.step}; to go on: {context.command}")
         return "stopped"
     return finish(context, stage, Finished(state, parts.section, parts.corpora, loop.figures))
+
+
+def _interval(context: Context) -> Interval | None:
+    """How often to save, where that is to be learnt; rank 0 decides."""
+    if context.log is None or context.recipe.checkpoint.every_time != "auto":
+        return None
+    return Interval.of(read(context.run_dir), context.job.world)

@@ -9,6 +9,7 @@ from typing import Protocol
 from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
 from truestep.errors import UserError
 from truestep.numerics.batch import Batch
+from truestep.plan.interval import Interval
 from truestep.recipe.checkpoint import Checkpoint
 from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
@@ -55,6 +56,7 @@ class Loop:
     evaluate_every: int = 0
     evaluate_data: str | None = None
     profiler: StepProfiler | None = None
+    interval: Interval | None = None  # of saves, where it is learnt; on rank 0
     failures: int = 0
     figures: HeldOut | None = None
     _saved_at: float = field(default_factory=time.monotonic)
@@ -157,8 +159,11 @@ class Loop:
             self._settle(last=True)
 
     def _due(self) -> bool:
-        every_s = 600.0 if self.cadence.every_time == "auto" else self.cadence.every_time
-        return bool(every_s) and time.monotonic() - self._saved_at >= every_s
+        since_s, every_s = time.monotonic() - self._saved_at, self.cadence.every_time
+        if every_s == "auto":
+            under_way = self.checkpointer.pending is not None and not self.checkpointer.pending.done()
+            return self.interval is not None and self.interval.due(since_s) and not under_way
+        return bool(every_s) and since_s >= every_s
 
     def _due_by_step(self) -> bool:
         return bool(self.cadence.every) and self.state.step % self.cadence.every == 0
@@ -167,6 +172,10 @@ class Loop:
         """Take in what became of saves: log each, alarm on failures, stop at the stated limit."""
         for saved in self.checkpointer.finished():
             self.failures = 0 if saved.ok else self.failures + 1
+            if saved.ok and self.interval:
+                self.interval.saved(saved.stall_s, saved.total_s)
+                if self.log and (news := self.interval.news()):
+                    self.log.append("note", text=f"{self.stage}: {news}")
             if self.log:
                 self.log.append(
                     "save",

@@ -66,7 +66,7 @@ class Checkpointer:
 
     store: where to. attempt: number from `begin_epoch`, the same on all ranks. kv: the job's c10d store (None for one
     process). block_bytes: most bytes one checksum covers. deadline_s: a save that takes longer is abandoned by all.
-    facts: plain JSON for every manifest (what digest, mesh, versions).
+    facts: plain JSON for every manifest (what digest, mesh, versions). stopped: once set, no save waits any longer.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class Checkpointer:
         block_bytes: int,
         deadline_s: float,
         facts: Mapping[str, Any] | None = None,
+        stopped: threading.Event | None = None,
     ):
         if block_bytes < 16 or block_bytes % 16:
             raise CheckpointError(f"a block of {block_bytes} bytes is not a multiple of 16; correct checkpoint.block")
         self.store, self.attempt, self.rank, self.block_bytes = store, attempt, rank, block_bytes
         own = None if kv is None else kv.clone()  # a connection of its own: the caller must never wait for it
-        self.group = Group.of(own, rank, world, deadline_s, f"save-{attempt}")
+        self.group = Group.of(own, rank, world, deadline_s, f"save-{attempt}", stopped)
         self.facts = {"torch": torch.__version__, "world": world, **plain(dict(facts or {}), "facts")}
         self.stage = Stage()
         self.pending: Future[SaveResult] | None = None
@@ -141,6 +142,13 @@ class Checkpointer:
         self.wait()
         atexit.unregister(self._abandon)
         self.stage.buffers.clear()
+
+    def abandon(self) -> None:
+        """Give a save under way up without waiting for it. After `close` there is nothing to give up."""
+        self.group.stopped.set()
+        atexit.unregister(self._abandon)
+        if self.thread is not None and self.thread.is_alive():
+            atexit.register(self.thread.join, LAST_WORDS_S)
 
     def _abandon(self) -> None:
         """The process ends, perhaps by an error, while other ranks may never answer: do not wait for them."""

@@ -13,7 +13,15 @@ from truestep.errors import CheckpointError
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.25
 
 
-_GROUPS = itertools.count()  # keeps the keys of one process's groups apart
+class _Names:
+    """Keeps the keys of the groups of one job apart, whose ranks may be of different age."""
+
+    numbers = itertools.count()
+
+
+def begin_job() -> None:
+    """This process has joined a job, with a store of its own: the names of groups begin anew, as on every rank."""
+    _Names.numbers = itertools.count()
 
 
 class Abandoned(CheckpointError):
@@ -65,13 +73,22 @@ class Group:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
-    def of(kv: KeyValue | None, rank: int, world: int, deadline_s: float, name: str = "load") -> "Group":
-        """A group over `kv`; a lone process needs none. Every rank makes the same groups in the same order."""
+    def of(
+        kv: KeyValue | None,
+        rank: int,
+        world: int,
+        deadline_s: float,
+        name: str = "load",
+        stopped: threading.Event | None = None,
+    ) -> "Group":
+        """A group over `kv`; a lone process needs none. Every rank makes the same groups in the same order. `stopped`
+        ends every wait once it is set."""
         if kv is None:
             if world != 1:
                 raise CheckpointError(f"{world} ranks cannot agree on a checkpoint without a key-value store; give one")
             kv = Alone()
-        return Group(kv, f"checkpoint/{name}/{next(_GROUPS)}", rank, world, deadline_s)
+        prefix = f"checkpoint/{name}/{next(_Names.numbers)}"
+        return Group(kv, prefix, rank, world, deadline_s, stopped=stopped or threading.Event())
 
     def round(self, kind: str) -> "Round":
         """The next round; every rank starts the same rounds in the same order."""
@@ -130,7 +147,7 @@ class Round:
             if time.monotonic() > self.deadline:
                 raise Abandoned(f"no answer ({self.name}/{key}) within {self.group.deadline_s:g} s")
             if self.group.stopped.wait(wait_s):
-                raise Abandoned("this process is ending")
+                raise Abandoned("this process is ending, or another one is gone")
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return json.loads(kv.get(f"{self.name}/{key}"))
 

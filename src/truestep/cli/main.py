@@ -2,10 +2,11 @@
 
 import os
 import sys
+import traceback
 
 import typer
 
-from truestep.errors import HeardError, UserError
+from truestep.errors import Again, HeardError, UserError
 
 app = typer.Typer(
     name="truestep",
@@ -34,7 +35,12 @@ def main() -> None:
         sys.exit(error.code if error.code > 0 else 128 - error.code)
     except HeardError:
         sys.exit(2)
+    except Again:
+        sys.exit(75)
     except UserError as error:
         for sentence in str(error).splitlines():
             print(f"truestep: {sentence}", file=sys.stderr)
         sys.exit(2)
+    except Exception:  # a worker's exit code must tell an error of the program from a gate, which is 1
+        traceback.print_exc()
+        sys.exit(70)

@@ -1,6 +1,7 @@
 """Which job this process belongs to, read from the variables that torchrun or srun set. Torch-free."""
 
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -9,13 +10,14 @@ from truestep.errors import UserError
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in its job."""
+    """This process's place in its job. `master`: address and port of its store, where the environment does not say."""
 
     rank: int
     world: int
     local_rank: int
     local_world: int
     launcher: str
+    master: tuple[str, int] | None = None
 
 
 def place(environ: Mapping[str, str]) -> Place | None:
@@ -36,10 +38,18 @@ def place(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
+def host_name(environ: Mapping[str, str]) -> str:
+    """Name of the failure domain that this process lives in."""
+    return environ.get("TRUESTEP_HOST") or socket.gethostname()
+
+
 def rendezvous_variables(environ: MutableMapping[str, str], job: Place) -> None:
     """Fill in what torch's env:// rendezvous needs where the launcher did not (srun sets no MASTER_ADDR)."""
     environ["RANK"], environ["WORLD_SIZE"] = str(job.rank), str(job.world)
     environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = str(job.local_rank), str(job.local_world)
+    if job.master is not None:
+        environ["MASTER_ADDR"], environ["MASTER_PORT"] = job.master[0], str(job.master[1])
+        environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store of a torchrun is that of its first group
     if "MASTER_ADDR" not in environ:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         if not nodes:

@@ -6,23 +6,30 @@ numbers a step, so that no decision waits for a GPU stream. `store` is the job's
 
 import json
 import os
+import socket
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from truestep.errors import HeardError, UserError
-from truestep.parallel.environment import Place, rendezvous_variables
-from truestep.parallel.failure import FailureWatch
+from truestep.parallel.environment import Place, host_name, rendezvous_variables
+from truestep.parallel.failure import FailureWatch, Lost
+from truestep.runlog.counters import Counters
 
 
 @dataclass(frozen=True)
 class Job:
-    """One process's membership. World size 1 has no groups and no store unless it was started by a launcher."""
+    """One process's membership. World size 1 has no groups and no store unless it was started by a launcher.
+
+    `hosts`: by rank, the names of the failure domains (TRUESTEP_HOST, else the machine's name). `counters` say from
+    outside how far this rank is."""
 
     rank: int
     world: int
@@ -33,6 +40,17 @@ class Job:
     control: dist.ProcessGroup | None = None
     store: Any = None  # torch.distributed.Store, whose type stub lacks clone()
     watch: FailureWatch | None = None
+    hosts: tuple[str, ...] = ("",)
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank] if self.rank < len(self.hosts) else ""
+
+    @property
+    def lost(self) -> threading.Event | None:
+        """Set once a process of the job is known to be gone, for whoever waits without a collective."""
+        return self.watch.lost if self.watch else None
 
     @property
     def first(self) -> bool:
@@ -43,7 +61,8 @@ class Job:
         if self.control is None:
             return values
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.control)
+        with self.counters.collective():
+            dist.all_reduce(total, group=self.control)
         return total.tolist()
 
     def all_max(self, values: list[float]) -> list[float]:
@@ -51,7 +70,8 @@ class Job:
         if self.control is None:
             return values
         largest = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
+        with self.counters.collective():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
         return largest.tolist()
 
     def agree(self, name: str, decide: Callable[[], Any]) -> Any:
@@ -78,6 +98,8 @@ class Job:
         # Looking has no deadline: building a corpus takes as long as it takes, and a rank 0 that dies takes the store
         # with it, which raises here. (A wait with one would have c10d print warnings on every rank.)
         while not self.store.check([key]):
+            if self.lost and self.lost.is_set():
+                raise Lost(f"a process is gone while rank {self.rank} waited for rank 0")
             time.sleep(0.05)
         message = json.loads(self.store.get(key))
         if "error" in message:
@@ -126,18 +148,20 @@ def choose_threads(threads: int, local_world: int) -> int:
     return chosen
 
 
-def join(place: Place | None, *, device: str, threads: int, timeout_s: float) -> Job:
-    """Join the job that `place` describes (None: this process alone)."""
+def join(place: Place | None, *, device: str, threads: int, timeout_s: float, regroups: bool = False) -> Job:
+    """Join the job that `place` describes (None: this process alone). `regroups`: see FailureWatch."""
     if place is None:
         choose_threads(threads, 1)
-        return Job(0, 1, 0, 1, choose_device(device, 0), "none")
+        hosts, counters = (host_name(os.environ),), Counters.of(os.environ, 0, 0)
+        return Job(0, 1, 0, 1, choose_device(device, 0), "none", hosts=hosts, counters=counters)
     choose_threads(threads, place.local_world)
     rendezvous_variables(os.environ, place)
     timeout = timedelta(seconds=timeout_s)
     store, rank, world = next(dist.rendezvous("env://", place.rank, place.world, timeout=timeout))
     store.set_timeout(timeout)
     kept = dist.PrefixStore("truestep", store)
-    watch = FailureWatch(kept.clone(), rank, world)  # pyright: ignore[reportAttributeAccessIssue]
+    hosts, pids = _meet(kept, rank, world)
+    watch = FailureWatch(kept.clone(), rank, world, pids, regroups)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         chosen = choose_device(device, place.local_rank)
     except UserError as error:
@@ -153,4 +177,24 @@ def join(place: Place | None, *, device: str, threads: int, timeout_s: float) ->
     )
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Job(rank, world, place.local_rank, place.local_world, chosen, place.launcher, control, kept, watch)
+    counters = Counters.of(os.environ, place.local_rank, rank)
+    here = (rank, world, place.local_rank, place.local_world, chosen, place.launcher)
+    return Job(*here, control, kept, watch, hosts, counters)
+
+
+def _meet(store: dist.Store, rank: int, world: int) -> tuple[tuple[str, ...], list[int]]:
+    """The host names of all ranks, and the process ids of the others that this machine's kernel knows."""
+    mine = [host_name(os.environ), _kernel(), os.getpid()]
+    store.set(f"joined/{rank}", json.dumps(mine))
+    if rank == 0:
+        store.set("joined", json.dumps([json.loads(store.get(f"joined/{other}")) for other in range(world)]))
+    everybody = json.loads(store.get("joined"))
+    pids = [pid for other, (_, kernel, pid) in enumerate(everybody) if kernel == mine[1] and other != rank]
+    return tuple(host for host, _, _ in everybody), pids
+
+
+def _kernel() -> str:
+    """Names the running kernel and its space of process ids; what has no /proc names itself alone."""
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    known = boot.exists() and space.is_symlink()
+    return f"{boot.read_text().strip()} {os.readlink(space)}" if known else f"{socket.gethostname()} {os.getpid()}"

@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 VARIABLE = "TRUESTEP_COUNTERS"
-FIELDS = ("pid", "rank", "beat_ns", "step", "microbatch", "collective", "section", "section_ns")
-"""`beat_ns`: monotonic time of the last sign of life. `section_ns`: of the beginning of the present section."""
-_WIDTH = 64  # int64 of a record; behind FIELDS come the nanoseconds spent in each section so far
+FIELDS = ("pid", "rank", "beat_ns", "step", "microbatch", "collective", "inside", "section", "section_ns")
+"""`beat_ns`: monotonic time of the last sign of life. `collective`: those that were entered in this step; `inside`: 1
+while the rank is in one of them. `section_ns`: monotonic time of the beginning of the present section."""
+_WIDTH = 64  # int64 of a record; behind FIELDS come the nanoseconds spent in each section so far, and in collectives
+_PID, _RANK, _BEAT, _STEP, _MICROBATCH, _COLLECTIVE, _INSIDE, _SECTION, _SINCE = range(len(FIELDS))
 
 
 class SectionOf(IntEnum):
@@ -32,6 +34,12 @@ class SectionOf(IntEnum):
     OTHER = 7
 
 
+NAMES = tuple(section.name.lower() for section in SectionOf)
+"""Of the sections, in order."""
+_SPENT = len(FIELDS)
+_WAITED = _SPENT + len(NAMES)
+
+
 class Counters:
     """One rank's record. Without a file (nobody watches) all calls do nothing but count in memory."""
 
@@ -43,8 +51,9 @@ class Counters:
                 self._map = mmap.mmap(file.fileno(), 0)
             table = np.frombuffer(self._map, dtype=np.int64).reshape(-1, _WIDTH)
             self._row = table[local_rank]
+        self._inside = _Inside(self._row)
         self._row[:] = 0
-        self._row[FIELDS.index("pid")], self._row[FIELDS.index("rank")] = os.getpid(), rank
+        self._row[_PID], self._row[_RANK] = os.getpid(), rank
         self.enter(SectionOf.START)
 
     @classmethod
@@ -56,27 +65,49 @@ class Counters:
     def enter(self, section: SectionOf) -> None:
         """From here on the rank does something else."""
         row, now = self._row, time.monotonic_ns()
-        at, since = FIELDS.index("section"), FIELDS.index("section_ns")
-        if row[since]:
-            row[len(FIELDS) + row[at]] += now - row[since]
-        row[at], row[since], row[FIELDS.index("beat_ns")] = section, now, now
+        if row[_SINCE]:
+            row[_SPENT + row[_SECTION]] += now - row[_SINCE]
+        row[_SECTION], row[_SINCE], row[_BEAT] = section, now, now
 
     def step(self, step: int) -> None:
         """A step begins."""
-        self._set("step", step)
-        self._set("microbatch", 0)
+        self._row[_COLLECTIVE] = self._row[_MICROBATCH] = 0
+        self._set(_STEP, step)
 
     def microbatch(self, index: int) -> None:
-        self._set("microbatch", index)
+        self._set(_MICROBATCH, index)
 
-    def collective(self) -> None:
-        """One more collective is entered."""
-        self._row[FIELDS.index("collective")] += 1
-        self._row[FIELDS.index("beat_ns")] = time.monotonic_ns()
+    def collective(self) -> "_Inside":
+        """One more collective is entered; to be used in `with`, around what keeps this thread waiting."""
+        return self._inside
 
-    def _set(self, field: str, value: int) -> None:
-        self._row[FIELDS.index(field)] = value
-        self._row[FIELDS.index("beat_ns")] = time.monotonic_ns()
+    def spent_s(self) -> dict[str, float]:
+        """Seconds in each section so far, the present one up to now, and `waited`: those in collectives."""
+        row, now = self._row, time.monotonic_ns()
+        spent = row[_SPENT:_WAITED].astype(float)
+        spent[row[_SECTION]] += now - row[_SINCE]
+        return dict(zip(NAMES, (spent / 1e9).tolist())) | {"waited": float(row[_WAITED]) / 1e9}
+
+    def _set(self, field: int, value: int) -> None:
+        self._row[field] = value
+        self._row[_BEAT] = time.monotonic_ns()
+
+
+class _Inside:
+    """Around one collective after another; they do not nest."""
+
+    def __init__(self, row: np.ndarray):
+        self._row, self._since = row, 0
+
+    def __enter__(self) -> None:
+        row, self._since = self._row, time.monotonic_ns()
+        row[_COLLECTIVE] += 1
+        row[_INSIDE], row[_BEAT] = 1, self._since
+
+    def __exit__(self, *_: object) -> None:
+        row, now = self._row, time.monotonic_ns()
+        row[_WAITED] += now - self._since
+        row[_INSIDE], row[_BEAT] = 0, now
 
 
 def make(path: Path, ranks: int) -> Path:
@@ -86,8 +117,8 @@ def make(path: Path, ranks: int) -> Path:
 
 
 def read(path: Path) -> list[dict[str, int]]:
-    """The records of all local ranks now; those that have not begun have pid 0. `seconds of` sections are under their
-    names, in nanoseconds."""
+    """The records of all local ranks now; those that have not begun have pid 0. The time spent in each section is under
+    its name, that in collectives under "waited", in nanoseconds."""
     table = np.frombuffer(path.read_bytes(), dtype=np.int64).reshape(-1, _WIDTH)
-    names = [*FIELDS, *(section.name.lower() for section in SectionOf)]
+    names = [*FIELDS, *NAMES, "waited"]
     return [dict(zip(names, map(int, row))) for row in table]

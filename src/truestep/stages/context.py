@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ SHOWN_DIFFERENCES = 6
 
 @dataclass
 class Context:
-    """`log` is there on rank 0 only. `command` goes on with the run."""
+    """`log` is there on rank 0 only. `command` goes on with the run. `closing`: what is done when the attempt ends,
+    however it ends."""
 
     recipe: Recipe
     job: Job
@@ -33,6 +34,7 @@ class Context:
     progress: TerminalProgress
     command: str
     log: RunLog | None = None
+    closing: ExitStack = field(default_factory=ExitStack)
 
     def note(self, record: str, /, **fields: Any) -> None:
         if self.log:

@@ -23,7 +23,7 @@ def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
     """The stage's store of checkpoints, fenced off from earlier attempts."""
     recipe, job, settings = context.recipe, context.job, context.recipe.checkpoint
     store = open_store(checkpoint_place(recipe, context.run_dir, stage.name), settings.storage_options)
-    return Checkpointer(
+    checkpointer = Checkpointer(
         store,
         attempt=job.agree(f"epoch/{stage.name}", lambda: begin_epoch(store).number),
         rank=job.rank,
@@ -32,13 +32,17 @@ def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
         block_bytes=settings.block,
         deadline_s=settings.deadline,
         facts={"what": what(recipe), "stage": stage.name, "run": recipe.run.name, "bits": bits_now(context)},
+        stopped=job.lost,
     )
+    context.closing.callback(checkpointer.abandon)
+    return checkpointer
 
 
 def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, checkpointer: Checkpointer) -> None:
     """Go on from the newest sound checkpoint, if there is one, and say so."""
     job, wish = context.job, context.recipe.run.resume
-    group = Group.of(job.store, job.rank, job.world, context.recipe.checkpoint.deadline, f"load-{stage.name}")
+    deadline_s = context.recipe.checkpoint.deadline
+    group = Group.of(job.store, job.rank, job.world, deadline_s, f"load-{stage.name}", job.lost)
     tensors = state.tensors()
     loaded = load_newest(checkpointer.store, tensors, group=group)
     if loaded is None:

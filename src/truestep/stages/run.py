@@ -1,20 +1,26 @@
 """A whole run: every stage of the recipe in order, build → loop → gate → card, on this process's part of the job."""
 
+import gc
+import json
 import os
 import platform
-import socket
 import time
 from collections import Counter
 
 import torch
 
-from truestep.errors import UserError
+from truestep.checkpoint.control import begin_job
+from truestep.errors import Again, UserError
+from truestep.files import publish
 from truestep.parallel.environment import Place
+from truestep.parallel.failure import Lost
 from truestep.parallel.job import Job, join
+from truestep.parallel.orders import Left, Orders
 from truestep.recipe.digests import bits, what, where
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 from truestep.runlog.log import RunLog, next_attempt
+from truestep.runlog.outbox import take_in
 from truestep.stages import pretrain
 from truestep.stages.context import Context, adopt, open_run, run_directory
 from truestep.stages.doors import check_doors
@@ -29,30 +35,71 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
     """Run every stage that is not done yet. Returns "finished", "stopped" (a polite stop) or "gate".
 
     Every rank of the job calls this; rank 0 keeps the log and speaks. Bad input raises UserError on one rank, and
-    HeardError on the others.
+    HeardError on the others. Where the machine's agent gives orders, the survivors of a failure go on in this process
+    as the next attempt, from the newest checkpoint; elsewhere Lost is raised, and Again by all ranks together.
     """
-    launched = float(os.environ.get("TRUESTEP_LAUNCHED") or time.time())
+    launched, orders = float(os.environ.get("TRUESTEP_LAUNCHED") or time.time()), Orders.of(os.environ)
+    while True:
+        try:
+            return _attempt(recipe, here, command, launched)
+        except (Lost, Again) as end:
+            if orders is None or here is None:
+                raise
+            left = Left.by(end, os.getpid(), here)
+        # Only now has the traceback let go of the model and of the groups, whose connections close with them: that is
+        # what tells those who wait for this rank.
+        gc.collect()
+        launched = time.time()
+        here = orders.ask(left)
+        if here is None:
+            raise Lost(left.why)
+
+
+def _attempt(recipe: Recipe, here: Place | None, command: str, launched: float) -> str:
     machine, reason = recipe.machine, None
-    job = join(here, device=machine.device, threads=machine.threads, timeout_s=machine.timeout)
+    regroups = Orders.of(os.environ) is not None
+    begin_job()
+    job = join(here, device=machine.device, threads=machine.threads, timeout_s=machine.timeout, regroups=regroups)
     with TerminalProgress(job.first) as progress:
         context = Context(recipe, job, run_directory(recipe), 0, progress, command)
         try:
             context.attempt = job.agree("open", lambda: _open(context))
             _say_start(context, launched)
             reason = _stages(context)
+            _take_in(context)
             context.note("attempt_end", reason=reason)
             return reason
         except BaseException as error:
             end = job.settle(error)
-            sentence = str(end) if isinstance(end, UserError) else f"{type(end).__name__}: {end}"
-            context.note("attempt_end", reason="failed", error=sentence)
+            _say_end(context, end)
             if end is not error:
                 raise end from error
             raise
         finally:
+            context.closing.close()
             if context.log:
                 context.log.close()
             job.leave(meet=reason is not None)
+
+
+def _say_end(context: Context, end: BaseException) -> None:
+    """Why the attempt ends, in the log; and what the next one is to do without, where a supervisor looks for it."""
+    _take_in(context)
+    if isinstance(end, Again):
+        context.note("attempt_end", reason="again", error=str(end))
+        if context.log:
+            ask = {"attempt": context.attempt, "reason": end.reason, "without": list(end.without)}
+            (context.run_dir / "elastic").mkdir(exist_ok=True)
+            publish(context.run_dir / "elastic" / "ask.json", json.dumps(ask).encode())
+        return
+    sentence = str(end) if isinstance(end, UserError | Lost) else f"{type(end).__name__}: {end}"
+    context.note("attempt_end", reason="failed", error=sentence)
+
+
+def _take_in(context: Context) -> None:
+    """Events that others left for the log."""
+    if context.log:
+        take_in(context.run_dir, context.log)
 
 
 def _open(context: Context) -> int:
@@ -63,6 +110,7 @@ def _open(context: Context) -> int:
     open_run(recipe)
     attempt = next_attempt(context.run_dir)
     context.log = RunLog(context.run_dir, attempt)
+    _take_in(context)
     adopt(recipe)
     return attempt
 
@@ -92,7 +140,8 @@ def _say_start(context: Context, launched: float) -> None:
         "attempt_start",
         run=recipe.run.name,
         world=job.world,
-        host=socket.gethostname(),
+        host=job.host,
+        hosts=list(job.hosts),
         digests={"what": what(recipe), "where": where(recipe), "bits": bits(recipe)},
         versions=versions(),
         devices=devices,

@@ -123,9 +123,9 @@ def pinned(store: Store) -> set[str]:
     return _set(store, "pinned")
 
 
-def deleted_on_purpose(store: Store, committed: Committed) -> bool:
-    """Of a commit that is not there: whether retention took it away."""
-    return _last(marks_on(store, committed), "deleting") is not None
+def being_deleted(store: Store) -> set[str]:
+    """Keys of the commits whose deletion has begun; those of them that are gone are gone on purpose."""
+    return _set(store, "deleting")
 
 
 def forget_marks(store: Store, committed: Committed) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.measure import measure_precision
 from truestep.train.build import build
+from truestep.train.digests import Digests
 from truestep.train.evaluate import HeldOut, Text, evaluate_with_gap
 from truestep.train.state import TrainState
 
@@ -111,6 +113,12 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
     loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     return Parts(stage, schedule, start, corpora, section, precision, state, loader, measure)
+
+
+def digests(parts: Parts, **options: Any) -> Digests:
+    """Of the gradients and the state of a stage that is assembled. Options: see Digests."""
+    state = parts.state
+    return Digests(parts.stage.name, state.job, state.parallel.gradients, state.tensors, **options)
 
 
 def starting_point(context: Context, stage: Stage) -> Start | None:

@@ -5,7 +5,8 @@ from dataclasses import asdict
 from truestep.plan.interval import Interval
 from truestep.recipe.stage import Stage
 from truestep.runlog.log import read
-from truestep.stages.assemble import assemble
+from truestep.runlog.digests import DigestLog
+from truestep.stages.assemble import assemble, digests
 from truestep.stages.context import Context
 from truestep.stages.finish import Finished, finish
 from truestep.stages.opening import say_idle, say_start
@@ -19,6 +20,8 @@ def carry_out(context: Context, stage: Stage) -> str:
     recipe, job, machine = context.recipe, context.job, context.recipe.machine
     parts = assemble(context, stage)
     state, measure = parts.state, parts.measure
+    rows = DigestLog(context.run_dir, context.attempt) if context.log else None
+    state.digests = digests(parts, every=recipe.sentinel.sweep_every, log=context.log, rows=rows)
     checkpointer = open_checkpoints(context, stage)
     resume(context, stage, state, parts.loader, checkpointer)
     say_start(context, parts)
@@ -51,6 +54,8 @@ def carry_out(context: Context, stage: Stage) -> str:
     context.progress.close()
     checkpointer.close()
     loop.metrics.flush()
+    if rows:
+        rows.close()
     if outcome == "stopped":
         context.progress.say(f"{stage.name}: stopped after step {state.step}; to go on: {context.command}")
         return "stopped"

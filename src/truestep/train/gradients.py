@@ -96,4 +96,6 @@ def _handed_over(state: TrainState) -> list[torch.Tensor]:
     state.scaler.unscale_(grads)
     if state.guard is not None:
         state.guard.reduced()
+    if state.digests is not None:
+        state.digests.reduced(state.step + 1)
     return grads

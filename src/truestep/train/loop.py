@@ -76,6 +76,8 @@ class Loop:
                 self._count(step, num_targets)
                 ended = time.perf_counter()
                 self._record(step, result, ended - began, fetched - began)
+                if state.digests is not None:
+                    state.digests.stepped(state.step)
                 if self.profiler and self.profiler.finished:
                     self._end_profile()
                 stopping, saving = (answer > 0 for answer in result.agreed)
@@ -151,8 +153,9 @@ class Loop:
             self._saved_step = self.state.step
             self._saved_at = time.monotonic()
             self.metrics.flush()
+            extra = self.state.extra() | (self.state.digests.for_save(self.state.step) if self.state.digests else {})
             self.checkpointer.save(
-                self.state.step, self.state.tensors(), self.state.extra(), asynchronous=self.cadence.asynchronous
+                self.state.step, self.state.tensors(), extra, asynchronous=self.cadence.asynchronous
             )
         if wait:
             self.checkpointer.wait()

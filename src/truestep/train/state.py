@@ -16,6 +16,7 @@ from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
 from truestep.plan.activations import Recompute
 from truestep.recipe.stage import Optim
+from truestep.train.digests import Digests
 from truestep.train.guard import Guard
 
 
@@ -46,6 +47,7 @@ class TrainState:
     loader: dict[str, Any] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
     router_metrics: list[str] | None = None
+    digests: Digests | None = None
 
     def tensors(self) -> dict[str, Piece]:
         """What this rank holds of parameters, of buffers that persist, and of optimizer state, by name: what a

@@ -1,0 +1,105 @@
+"""Fingerprints of whole gradients and states, over all ranks: taken at some steps and at every save, and logged.
+
+They are the same on every mesh that computes the same bits, so another job can show later, on other processes, whether
+a step came out as it did here (`truestep replay`), and a restore whether it holds what was saved (`truestep drill`).
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from truestep.checkpoint.manifest import MODEL
+from truestep.numerics.fingerprint import combined, fingerprints
+from truestep.numerics.pieces import Piece
+from truestep.parallel.job import Job
+from truestep.runlog.digests import DigestLog, Kind
+from truestep.runlog.log import RunLog
+
+EXTRA = "fingerprints"
+"""Name in a checkpoint's extra state: of every tensor, as it was in memory before anything was copied for the save."""
+
+Pieces = Callable[[], Mapping[str, Piece]]
+
+
+@dataclass
+class Digests:
+    """`gradients` and `tensors` give what this rank holds of them at the moment. `every`: steps between digests of
+    both, 0 for none; `at`: further steps. `log` and `rows` are there on rank 0 only, and not in a replay.
+
+    `taken`: by kind and name, of the step `taken_at`. All ranks call everything here together."""
+
+    stage: str
+    job: Job
+    gradients: Pieces
+    tensors: Pieces
+    every: int = 0
+    at: Collection[int] = ()
+    log: RunLog | None = None
+    rows: DigestLog | None = None
+    taken: dict[Kind, dict[str, int]] = field(default_factory=dict)
+    taken_at: int = -1
+    _names: dict[Kind, list[str]] = field(default_factory=dict)
+
+    def due(self, step: int) -> bool:
+        """Whether both are taken at the step that makes `step` of them."""
+        return step in self.at or (self.every > 0 and step % self.every == 0)
+
+    def reduced(self, step: int) -> None:
+        """Gradients are complete and not clipped yet, in the step that makes `step` of them."""
+        if self.due(step):
+            self._take(step, "gradient", self.gradients())
+
+    def stepped(self, step: int) -> None:
+        """`step` steps are done."""
+        if self.due(step):
+            self.state(step)
+            self._record(step)
+
+    def state(self, step: int) -> dict[str, int]:
+        """Of the state after `step` steps, by name."""
+        if self.taken_at != step or "state" not in self.taken:
+            self._take(step, "state", self.tensors())
+        return self.taken["state"]
+
+    def for_save(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` says of its own tensors, as extra state."""
+        known = self.taken_at == step and "state" in self.taken
+        values = self.state(step)
+        if not known:
+            self._record(step)
+        if self.rows:
+            self.rows.flush()
+        return {EXTRA: values}
+
+    def _take(self, step: int, kind: Kind, pieces: Mapping[str, Piece]) -> None:
+        if self.taken_at != step:
+            self.taken, self.taken_at = {}, step
+        if not self._names:  # the same in every step; each rank knows but its own
+            self._names = _names(self.tensors(), self.job)
+        names = self._names[kind]
+        values = fingerprints(pieces, names).cpu()
+        if self.job.control is not None:
+            dist.all_reduce(values, group=self.job.control)
+        self.taken[kind] = dict(zip(names, values.tolist()))
+
+    def _record(self, step: int) -> None:
+        if self.log is None:
+            return
+        texts = {kind: combined(values.keys(), values.values()) for kind, values in self.taken.items()}
+        self.log.append("digest", stage=self.stage, step=step, **texts)
+        for kind, values in self.taken.items():
+            if self.rows:
+                self.rows.append(self.stage, step, kind, values)
+
+
+def _names(tensors: Mapping[str, Piece], job: Job) -> dict[Kind, list[str]]:
+    """The names of all tensors that any rank holds, sorted, on all ranks. A gradient that a step does not make, and
+    that of a buffer, counts as zero."""
+    held: list = [list(tensors)]
+    if job.control is not None:
+        held = [None] * job.world
+        dist.all_gather_object(held, list(tensors), group=job.control)
+    names = sorted({name for names in held for name in names})
+    return {"state": names, "gradient": [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.common import ROWS, assert_same, full_state, many, one, save_one, shard
 from tests.dist import run_ranks
-from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed, newest, read_catalogue
+from truestep.checkpoint.catalogue import Catalogue, Committed, begin_epoch, list_committed, newest, read_catalogue
 from truestep.checkpoint.load import load, load_newest
 from truestep.checkpoint.verify import verify
 from truestep.errors import CheckpointError, StorageError
@@ -220,7 +220,8 @@ def test_a_commit_that_slipped_through_is_void(tmp_path):
     assert zombie.save(1, {"w": torch.ones(1)}, {}, asynchronous=False).result().ok
     other = LocalStore(tmp_path)
     store.event = lambda name: begin_epoch(other) and None if name == "commit to be created" else None
-    assert zombie.save(2, {"w": torch.zeros(1)}, {}, asynchronous=False).result().ok
+    late = zombie.save(2, {"w": torch.zeros(1)}, {}, asynchronous=False).result()
+    assert not late.ok and "epoch 1 was superseded by 2" in late.error
     assert "commits/000000000002-000001" in {entry.key for entry in store.list()}
     assert list_committed(store) == [Committed(1, 1)]
     zombie.close()
@@ -238,19 +239,52 @@ def test_quarantine_is_passed_over_and_forgotten_by_the_next_epoch(tmp_path):
     assert list_committed(store) == [Committed(1, 1)]
 
 
-def test_two_attempts_that_begin_at_once(tmp_path):
+@pytest.mark.parametrize("moment", ["fence to be created", "epoch to be created", "epoch created"])
+def test_two_attempts_that_begin_at_once(tmp_path, moment):
+    """Each gets a number of its own, and the higher one is the one that counts, in whatever order they go on."""
     store, rival = LocalStore(tmp_path), LocalStore(tmp_path)
-    begin_epoch(store)
-    events = []
+    assert save_one(store, 1, full_state(1)).ok
+    events, numbers = [], []
 
     def event(name):
         events.append(name)
-        if name == "epoch to be created" and events.count(name) == 1:
-            assert begin_epoch(rival).number == 2
+        if name == moment and events.count(name) == 1:
+            numbers.append(begin_epoch(rival).number)
 
     store.event = event
+    numbers.append(begin_epoch(store).number)
+    assert sorted(numbers) == [2, 3] and numbers[0] == (2 if moment == "fence to be created" else 3)
+    assert read_catalogue(store) == Catalogue([Committed(1, 1)], [], 3)
+
+
+def test_a_commit_between_the_look_and_the_epoch_is_not_lost(tmp_path):
+    """The old attempt is told that its save is well while the new one begins: so the new one honours it."""
+    store, other = LocalStore(tmp_path), LocalStore(tmp_path)
+    old = one(store)
+    results = []
+
+    def event(name):
+        if name in ("fence to be created", "fence created", "epoch to be created", "epoch created"):
+            step = len(results) + 1
+            results.append(old.save(step, {"w": torch.ones(1)}, {}, asynchronous=False).result())
+
+    other.event = event
+    begin_epoch(other)
+    old.close()
+    assert [result.ok for result in results] == [True, False, False, False]
+    assert all("epoch 1 was superseded by 2" in result.error for result in results[1:])
+    assert list_committed(store) == [Committed(1, 1)]
+
+
+def test_an_attempt_that_died_before_it_said_what_it_honours_changes_nothing(tmp_path):
+    store, dead = LocalStore(tmp_path), LocalStore(tmp_path)
+    assert save_one(store, 1, full_state(1)).ok
+    dead.event = lambda name: _crash() if name == "epoch to be created" else None
+    with pytest.raises(Crash):
+        begin_epoch(dead)
+    assert read_catalogue(store) == Catalogue([Committed(1, 1)], [], 1)
     assert begin_epoch(store).number == 3
-    assert read_catalogue(store).epoch == 3
+    assert list_committed(store) == [Committed(1, 1)]
 
 
 class _LostAnswer(ObjectStore):

@@ -137,7 +137,7 @@ def test_c89_our_own_format_has_no_pickle(tmp_path):
         if not entry.key.endswith(".bin"):
             json.loads(good)
         path.write_bytes(pickle.dumps(_Hostile(marker)))
-        if entry.key != "probe/1.json":
+        if entry.key not in ("probe/1.json", "commits/fence-000001"):  # of a fence only the name is looked at
             with pytest.raises(CheckpointError):
                 load_newest(store, full_state(2))
         path.write_bytes(good)

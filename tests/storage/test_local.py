@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.dist import run_ranks
 from truestep.errors import StorageError
+from truestep.storage.disk import Disk
 from truestep.storage.interface import Entry, KeyExists, MissingKey
 from truestep.storage.local import LocalStore
 from truestep.storage.probe import require_safe
@@ -117,15 +118,60 @@ def test_no_folder_possible(tmp_path):
     assert _files(tmp_path) == ["file"]
 
 
-def test_bytes_are_durable_before_the_name_and_the_name_before_the_answer(tmp_path, monkeypatch):
-    """A power cut cannot be tested here, so the order of the calls that guard against it is."""
-    calls = []
-    for name in ("fsync", "link"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (calls.append((name, args)), real(*args))[1])
-    store = LocalStore(tmp_path / "new")
-    store.event = lambda name: calls.append(("event", name))
+class Written(Disk):
+    """Notes the calls that change something."""
+
+    def __init__(self):
+        self.calls = []
+
+    def sync(self, handle):
+        self.calls.append("sync")
+        super().sync(handle)
+
+    def link(self, old, new):
+        self.calls.append("link")
+        super().link(old, new)
+
+    def unlink(self, path):
+        self.calls.append("unlink")
+        super().unlink(path)
+
+    def make_folder(self, path):
+        self.calls.append(f"make {path.name}")
+        super().make_folder(path)
+
+    def sync_folder(self, path):
+        self.calls.append(f"sync {path.name}")
+        super().sync_folder(path)
+
+
+def test_bytes_are_durable_before_the_name_and_the_name_before_the_answer(tmp_path):
+    """The order of the calls that guard against a power cut; what it is good for is tried in checkpoint/test_fire_disk."""
+    disk = Written()
+    store = LocalStore(tmp_path / "new", disk=disk)
+    store.event = lambda name: disk.calls.append(name.split(": ")[1])
     store.put("a/b", b"bytes")
-    kinds = [kind if kind != "event" else what.split(": ")[1] for kind, what in calls]
-    folders = ["fsync"] * 2  # the new names `new` and `a`, each in its parent
-    assert kinds == [*folders, "opened", "written", "fsync", "synced", "link", "linked", "fsync", "folder synced"]
+    at = tmp_path.name
+    assert disk.calls[disk.calls.index("make new") :] == [
+        *("make new", f"sync {at}", "make a", "sync new"),
+        *("opened", "part 1", "written", "sync", "synced", "link", "linked", "unlink", "sync a", "folder synced"),
+    ]
+    disk.calls.clear()
+    LocalStore(tmp_path / "new", disk=disk).put("a/c", b"bytes")  # whoever made the folders may not have synced them
+    assert f"sync {at}" in disk.calls and "sync new" in disk.calls
+    assert not [call for call in disk.calls if call.startswith("make")]
+
+
+def test_few_calls_for_many_small_parts(tmp_path):
+    """And big ones are not copied."""
+    sizes = []
+
+    class Counting(Disk):
+        def write(self, handle, data):
+            sizes.append(len(data))
+            return super().write(handle, data[: (1 << 20) - 3])
+
+    parts = [b"x" * 1000] * 2000 + [bytes(3 << 20)] + [b"y"]
+    store = LocalStore(tmp_path, disk=Counting())
+    assert store.put_parts("a", parts, 0) == 2_000_000 + (3 << 20) + 1
+    assert store.get("a") == b"".join(parts) and len(sizes) == 7

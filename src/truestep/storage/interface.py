@@ -23,6 +23,10 @@ class KeyExists(StorageError):
     """An object of this name is there already; it was left as it is."""
 
 
+class Undurable(StorageError):
+    """The object is there, whole, but the store could not make sure that it survives a power cut."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One object: its key below the store's root, its size in bytes and, where the store has one, its ETag."""
@@ -54,7 +58,10 @@ class Store(Protocol):
         ...
 
     def create(self, key: str, data: Data) -> None:
-        """Store the bytes only if the name is free, decided atomically by the store; else KeyExists."""
+        """Store the bytes only if the name is free, decided atomically by the store; else KeyExists.
+
+        After any other StorageError but Undurable the object may be there; if it can be read it is durable.
+        """
         ...
 
     def get(self, key: str) -> bytes: ...

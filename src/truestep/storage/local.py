@@ -3,6 +3,7 @@
 `link` fails if the name is taken, so create-only needs no lock; nothing is ever renamed or overwritten.
 """
 
+import contextlib
 import errno
 import os
 import uuid
@@ -10,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from truestep.errors import StorageError
-from truestep.files import sync
-from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, silent
+from truestep.storage.disk import Disk
+from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, Undurable, silent
 
 TEMPORARY = ".tmp-"
 STREAM_BYTES = 8 << 20
+WRITE_BYTES = 1 << 20  # smaller parts are gathered, so that a thousand small tensors are not a thousand calls
 
 _REASONS = {
     errno.ENOSPC: "no space is left on the device; free some, or name another place",
@@ -36,37 +38,18 @@ def _said(error: OSError, doing: str, path: Path) -> StorageError:
     return StorageError(f"{path}: cannot {doing}: {reason}")
 
 
-def _make_folder(folder: Path) -> None:
-    """Like mkdir -p, each new name made durable in its parent."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync(folder.parent)
-
-
-def _link(temporary: Path, path: Path) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise KeyExists(f"{path}: exists already and was left as it is; committed objects are never replaced") from None
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        needs = "create-only objects need hard links, which this file system lacks; name another place"
-        raise StorageError(f"{path}: cannot write it: {needs}") from None
-
-
 class LocalStore:
     """Objects as files below `root`. `create` and `put` both refuse a name that is taken."""
 
     request_bytes = 2 << 20  # small enough to be hashed while it is still in the processor's cache
     requests_at_once = min(4, len(os.sched_getaffinity(0)))
 
-    def __init__(self, root: str | Path, event: Event = silent):
+    def __init__(self, root: str | Path, event: Event = silent, disk: Disk | None = None):
         self.root = Path(root).expanduser().absolute()
         self.url = str(self.root)
         self.event = event
+        self.disk = disk or Disk()
+        self._durable: set[Path] = set()
 
     def _path(self, key: str) -> Path:
         parts = key.split("/")
@@ -81,41 +64,106 @@ class LocalStore:
         path = self._path(key)
         temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
         try:
-            _make_folder(path.parent)
+            self._make_durable(path.parent)
+            written = self._write(temporary, key, parts)
             try:
-                written = self._write(temporary, key, parts)
-                _link(temporary, path)
+                self._link(temporary, path)
                 self.event(f"{key}: linked")
-            finally:
-                temporary.unlink(missing_ok=True)
-            sync(path.parent)
+            except BaseException:
+                self._remove(temporary)
+                raise
         except OSError as error:
             raise _said(error, "write it", path) from None
+        try:
+            self.disk.unlink(temporary)
+            self.disk.sync_folder(path.parent)
+        except OSError as error:
+            raise Undurable(f"{_said(error, 'write it', path)} (a power cut may still take it away)") from None
         self.event(f"{key}: folder synced")
         return written
 
+    def _make_durable(self, folder: Path) -> None:
+        """Like mkdir -p. Each name on the way is brought to the device, once in a store's life: also one that is there
+        already, since whoever made it may have been killed before it was synced."""
+        there, parent = folder.is_dir(), folder.parent
+        if os.path.ismount(folder) or there and folder in self._durable:
+            return
+        if there and not os.access(parent, os.R_OK | os.W_OK):
+            return  # nobody with our rights can have made it
+        self._make_durable(parent)
+        try:
+            if not there:
+                self.disk.make_folder(folder)
+        except FileExistsError:
+            if not folder.is_dir():
+                raise
+        self.disk.sync_folder(parent)
+        self._durable.add(folder)
+
     def _write(self, temporary: Path, key: str, parts: Iterable[Data]) -> int:
-        written = 0
-        with open(temporary, "xb", buffering=1 << 20) as file:
-            self.event(f"{key}: opened")
-            for part in parts:
-                file.write(part)
-                written += len(part)
-            file.flush()
-            self.event(f"{key}: written")
-            os.fsync(file.fileno())
-        self.event(f"{key}: synced")
+        """Write and sync a new file; nothing is left of it if that fails."""
+        handle = self.disk.create(temporary)
+        try:
+            try:
+                self.event(f"{key}: opened")
+                written = self._append(handle, key, parts)
+                self.event(f"{key}: written")
+                self.disk.sync(handle)
+            finally:
+                self.disk.close(handle)
+            self.event(f"{key}: synced")
+        except BaseException:
+            self._remove(temporary)
+            raise
         return written
+
+    def _append(self, handle: int, key: str, parts: Iterable[Data]) -> int:
+        written, gathered = 0, bytearray()
+        for number, part in enumerate(parts, 1):
+            written += len(part)
+            if len(gathered) + len(part) > WRITE_BYTES:
+                self._write_all(handle, gathered)
+                gathered = bytearray()
+            if len(part) > WRITE_BYTES:
+                self._write_all(handle, part)
+            else:
+                gathered += part
+            self.event(f"{key}: part {number}")
+        self._write_all(handle, gathered)
+        return written
+
+    def _write_all(self, handle: int, data: Data) -> None:
+        left = memoryview(data)
+        while len(left):
+            taken = self.disk.write(handle, left)
+            if not taken:
+                raise OSError(errno.EIO, "the device takes no bytes")
+            left = left[taken:]
+
+    def _link(self, temporary: Path, path: Path) -> None:
+        try:
+            self.disk.link(temporary, path)
+        except FileExistsError:
+            raise KeyExists(
+                f"{path}: exists already and was left as it is; committed objects are never replaced"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            needs = "create-only objects need hard links, which this file system lacks; name another place"
+            raise StorageError(f"{path}: cannot write it: {needs}") from None
+
+    def _remove(self, temporary: Path) -> None:
+        """Take away what a failure leaves. If that fails too, the first failure is the one to tell of: no reader looks
+        at such a file, and the sweeper takes it."""
+        with contextlib.suppress(OSError):
+            self.disk.unlink(temporary)
 
     def create(self, key: str, data: Data) -> None:
         self.put(key, data)
 
     def get(self, key: str) -> bytes:
-        path = self._path(key)
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise _said(error, "read it", path) from None
+        return self.get_range(key, 0, self.head(key).size)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         out = bytearray(stop - start)
@@ -125,29 +173,25 @@ class LocalStore:
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         path = self._path(key)
         try:
-            handle = os.open(path, os.O_RDONLY)
+            handle = self.disk.open(path)
             try:
                 done = 0
                 while done < len(out):
-                    count = os.preadv(handle, [out[done:]], start + done)
+                    count = self.disk.read(handle, out[done:], start + done)
                     if count == 0:
                         raise StorageError(
                             f"{path}: ends at byte {start + done}, but byte {start + len(out)} is needed"
                         )
                     done += count
             finally:
-                os.close(handle)
+                self.disk.close(handle)
         except OSError as error:
             raise _said(error, "read it", path) from None
 
     def stream(self, key: str) -> Iterator[Data]:
-        path = self._path(key)
-        try:
-            with open(path, "rb") as file:
-                while piece := file.read(STREAM_BYTES):
-                    yield piece
-        except OSError as error:
-            raise _said(error, "read it", path) from None
+        size = self.head(key).size
+        for start in range(0, size, STREAM_BYTES):
+            yield self.get_range(key, start, min(start + STREAM_BYTES, size))
 
     def list(self, prefix: str = "") -> list[Entry]:
         folder = self._path(prefix.rstrip("/")) if prefix else self.root
@@ -172,10 +216,12 @@ class LocalStore:
     def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            path.unlink()
-            sync(path.parent)
+            self.disk.unlink(path)
+            self.event(f"{key}: unlinked")
+            self.disk.sync_folder(path.parent)
         except OSError as error:
             raise _said(error, "delete it", path) from None
+        self.event(f"{key}: deleted")
 
 
 def _unless_absent(error: OSError) -> None:

@@ -146,7 +146,7 @@ class Written(Disk):
 
 
 def test_bytes_are_durable_before_the_name_and_the_name_before_the_answer(tmp_path):
-    """The order of the calls that guard against a power cut; what it is good for is tried in checkpoint/test_fire_disk."""
+    """The order of the calls that guard against a power cut; what it is good for: checkpoint/test_fire_disk.py."""
     disk = Written()
     store = LocalStore(tmp_path / "new", disk=disk)
     store.event = lambda name: disk.calls.append(name.split(": ")[1])

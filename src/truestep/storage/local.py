@@ -86,7 +86,7 @@ class LocalStore:
         """Like mkdir -p. Each name on the way is brought to the device, once in a store's life: also one that is there
         already, since whoever made it may have been killed before it was synced."""
         there, parent = folder.is_dir(), folder.parent
-        if os.path.ismount(folder) or there and folder in self._durable:
+        if os.path.ismount(folder) or (there and folder in self._durable):
             return
         if there and not os.access(parent, os.R_OK | os.W_OK):
             return  # nobody with our rights can have made it
@@ -163,7 +163,9 @@ class LocalStore:
         self.put(key, data)
 
     def get(self, key: str) -> bytes:
-        return self.get_range(key, 0, self.head(key).size)
+        out = bytearray(self.head(key).size)
+        self._read(self._path(key), 0, memoryview(out))
+        return bytes(out)
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         out = bytearray(stop - start)
@@ -171,7 +173,9 @@ class LocalStore:
         return bytes(out)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        path = self._path(key)
+        self._read(self._path(key), start, out)
+
+    def _read(self, path: Path, start: int, out: memoryview) -> None:
         try:
             handle = self.disk.open(path)
             try:

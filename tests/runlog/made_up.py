@@ -69,7 +69,7 @@ class MadeUpRun:
         self.metrics = [RankMetrics(self.path, attempt, rank) for rank in range(self.ranks)]
         self.clock.wait(startup_s - 1.0)
 
-    def say(self, kind: str, **values) -> None:
+    def say(self, kind: str, /, **values) -> None:
         assert self.log is not None
         self.log.append(kind, **values)
 

@@ -54,6 +54,7 @@ class Attempt:
     start: AttemptStart | None = None
     end: AttemptEnd | None = None
     spans: list[Span] = field(default_factory=list)
+    after_s: float = 0.0  # end of the attempt before
 
 
 @dataclass
@@ -82,7 +83,8 @@ def collect(records: Iterable[Record]) -> History:
     for record in records:
         history.records.append(record)
         if not history.attempts or history.attempts[-1].number != record.attempt:
-            history.attempts.append(Attempt(record.attempt, record.time_s, record.time_s))
+            ended_s = history.attempts[-1].end_s if history.attempts else 0.0
+            history.attempts.append(Attempt(record.attempt, record.time_s, record.time_s, after_s=ended_s))
         _take(history.attempts[-1], record, reached)
     _name_stageless(history)
     for span in history.spans:
@@ -96,7 +98,7 @@ def _take(attempt: Attempt, record: Record, reached: dict[str, int]) -> None:
     if isinstance(data, AttemptStart):
         attempt.start = data
         if data.launched_s is not None:
-            attempt.begin_s = min(data.launched_s, attempt.begin_s)
+            attempt.begin_s = min(max(data.launched_s, attempt.after_s), attempt.begin_s)
     if isinstance(data, AttemptEnd):
         attempt.end = data
     if not attempt.spans:

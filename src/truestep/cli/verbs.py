@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truestep.elastic.attempt import how
 from truestep.elastic.devices import ranks_here, visible_gpus
-from truestep.elastic.launch import die_with_launcher, launch
+from truestep.elastic.lifeline import die_with_launcher
+from truestep.elastic.supervise import supervise
 from truestep.errors import UserError
 from truestep.parallel.environment import place
 from truestep.recipe.dump import dump
+from truestep.recipe.elastic import Elastic
 from truestep.recipe.load import load
 from truestep.recipe.recipe import Recipe
 
@@ -41,8 +44,8 @@ class RunOutcome:
 
 
 def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
-    """Carry out a recipe, or go on with it where it was interrupted. Starts `machine.processes` ranks, or joins the job
-    of torchrun or srun. Writes report.html into the run's directory."""
+    """Carry out a recipe, or go on with it where it was interrupted. Starts and supervises `machine.processes` ranks, or
+    joins the job of torchrun or srun. Writes report.html into the run's directory."""
     resolved = load(recipe, list(overrides))
     here = place(os.environ)
     die_with_launcher()
@@ -50,8 +53,8 @@ def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
     ranks = ranks_here(resolved.machine.processes, resolved.machine.device, visible_gpus(os.environ))
     if here is None and ranks < resolved.machine.processes:
         print(f"machine.processes is {resolved.machine.processes}, this machine has GPUs: {ranks}; one process a GPU")
-    if here is None and ranks > 1:
-        _launch(resolved, command, ranks)
+    if here is None and (ranks > 1 or resolved.machine.elastic != Elastic()):
+        _supervise(resolved, command, ranks)
     else:
         from truestep.stages.run import carry_out
 
@@ -128,7 +131,7 @@ def _command(recipe: RecipeLike) -> str:
     return f"truestep run {recipe}" if isinstance(recipe, str | os.PathLike) else "truestep.run(...) again"
 
 
-def _launch(recipe: Recipe, command: str, ranks: int) -> None:
+def _supervise(recipe: Recipe, command: str, ranks: int) -> None:
     """Start the ranks with the resolved recipe, in a file beside the run's directory for as long as they run."""
     directory = _directory(recipe)
     folder = directory.parent
@@ -136,29 +139,28 @@ def _launch(recipe: Recipe, command: str, ranks: int) -> None:
     file = folder / f".{directory.name}.recipe.toml"
     variables = {"TRUESTEP_COMMAND": command, "TRUESTEP_LAUNCHED": str(time.time())}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(dump(recipe))
-        code = launch([sys.executable, "-m", "truestep", "run", str(file)], ranks, variables)
-    except OSError as error:
-        raise UserError(
-            f"run.dir {str(folder)!r} cannot be written ({error.strerror}); choose another folder"
-        ) from None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(dump(recipe))
+        except OSError as error:
+            raise UserError(
+                f"run.dir {str(folder)!r} cannot be written ({error.strerror}); choose another folder"
+            ) from None
+        outcome = supervise(recipe, file, ranks, visible_gpus(os.environ), variables)
     finally:
         if file.is_file():
             file.unlink()
         for path in made:
             if path.is_dir() and not any(path.iterdir()):
                 path.rmdir()
-    if code not in (0, 1):
-        raise WorkerFailed(code)
+    if outcome.code not in (0, 1):
+        raise WorkerFailed(outcome.code, outcome.sentence)
 
 
 class WorkerFailed(UserError):
-    """A rank ended with `code` and has said why itself."""
+    """A rank ended with `code` and has said why itself; `sentence`: what the supervisor has to say."""
 
-    def __init__(self, code: int):
+    def __init__(self, code: int, sentence: str = ""):
         self.code = code
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        super().__init__(
-            f"a rank {how}; what it said stands above; the same command goes on from the newest checkpoint"
-        )
+        sentence = sentence or f"a rank {how(code)}; what it said stands above"
+        super().__init__(f"{sentence}; the same command goes on from the newest checkpoint")

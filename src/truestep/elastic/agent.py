@@ -1,0 +1,185 @@
+"""The agent of one machine: starts its workers as the supervisor orders, and tells what becomes of them. Torch-free.
+
+The supervisor calls the agent of its own machine directly; on other machines `truestep node` stands between, and the
+same orders and events go over a wire (truestep.elastic.wire). Both are mappings that JSON can carry:
+
+    start    serial, ranks [{rank, host}], world, node, nodes, address, port, variables, regroup
+    signal   number, ranks (None: all)
+    ended    serial, rank, code         a worker ended
+    waiting  serial, rank, why, again, without      a worker left its group and waits for a new one
+    beat     port (free for the next group), rows (of the counters), now_ns
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from truestep.elastic.attempt import crash
+from truestep.elastic.ports import free_port
+from truestep.elastic.starts import STARTS, Ended, Nodes, Start, Work
+from truestep.elastic.waiting import Door
+from truestep.runlog import counters
+
+ORDERS, SUPERVISED = "TRUESTEP_ORDERS", "TRUESTEP_SUPERVISED"
+
+
+@dataclass
+class _Worker:
+    """A process of ours. `serial` is the start it belongs to; None: it was sent home, and is of no interest."""
+
+    number: int
+    serial: int | None
+    rank: int
+    host: str
+    slot: int
+    door: Door | None
+
+
+@dataclass
+class Agent:
+    """`hosts`: processes of each host that this machine stands for (one host, but in tests and demonstrations).
+    `start`: "fork" or "torchrun"; `regroup`: whether workers may wait for a new group (fork only)."""
+
+    hosts: Mapping[str, int]
+    start: str
+    arguments: list[str]
+    regroup: bool = False
+    _workers: dict[int, _Worker] = field(default_factory=dict)
+    _failures: dict[int, int] = field(default_factory=dict)  # by slot
+    _blamed: int = -1  # the newest start of which a worker crashed
+    _numbered: int = 0
+
+    def __post_init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="truestep-")
+        self._counters = Path(self._folder.name) / "counters"
+        names = [host for host, processes in self.hosts.items() for _ in range(processes)]
+        self._slots = {slot: host for slot, host in enumerate(names)}
+        self._start: Start = STARTS[self.start](self.arguments)
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Carry out an order of the supervisor."""
+        if order["do"] == "start":
+            self._begin(order)
+        elif order["do"] == "signal":
+            for worker in self._workers.values():
+                if order["ranks"] is None or (worker.serial is not None and worker.rank in order["ranks"]):
+                    self._start.signal(worker.number, order["number"])
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened since the last call. Does not wait."""
+        told = []
+        for end in self._start.ends():
+            worker = self._workers.pop(end.number)
+            told += self._ended(worker, end)
+        for worker in self._workers.values():
+            said = worker.door.knocked() if worker.door is not None else None
+            if said is not None and worker.serial is not None:
+                left = {name: said[name] for name in ("why", "again", "without")}
+                told.append({"is": "waiting", "serial": worker.serial, "rank": worker.rank} | left)
+        return told
+
+    def beat(self) -> dict[str, Any]:
+        """A sign of life: a free port, and how far the workers are."""
+        pids = set(self._start.pids().values())
+        rows = counters.read(self._counters) if self._counters.exists() else []
+        alive = [row for row in rows if row["pid"] in pids]
+        return {"is": "beat", "port": free_port(), "rows": alive, "now_ns": time.monotonic_ns()}
+
+    def pids(self) -> dict[int, int]:
+        """Process identifiers of the workers by rank."""
+        known = self._start.pids()
+        return {worker.rank: known[number] for number, worker in self._workers.items() if number in known}
+
+    def close(self) -> None:
+        """End every worker at once."""
+        self._start.close()
+        for worker in self._workers.values():
+            if worker.door is not None:
+                worker.door.close()
+        self._folder.cleanup()
+
+    def _ended(self, worker: _Worker, end: Ended) -> list[dict[str, Any]]:
+        if worker.door is not None:
+            worker.door.close()
+        if worker.serial is None:
+            return []
+        if crash(end.code) and self._blamed != worker.serial:  # the others merely follow
+            self._blamed = worker.serial
+            self._failures[worker.slot] = self._failures.get(worker.slot, 0) + 1
+        return [{"is": "ended", "serial": worker.serial, "rank": worker.rank, "code": end.code}]
+
+    def _begin(self, order: dict[str, Any]) -> None:
+        """Give the ranks to workers that wait, if that is ordered, and start what is missing."""
+        survivors = [w for w in self._workers.values() if order["regroup"] and w.door is not None and w.door.open]
+        wanted, works = list(order["ranks"]), []
+        if not self._workers:
+            counters.make(self._counters, len(self._slots))
+        for seat in list(wanted):
+            worker = next((w for w in survivors if w.host == seat["host"]), None)
+            if worker is not None:
+                survivors.remove(worker)
+                wanted.remove(seat)
+                worker.serial, worker.rank = order["serial"], seat["rank"]
+        for seat in wanted:
+            worker = self._new(order["serial"], seat)
+            works.append(Work(worker.number, worker.rank, worker.slot, self._variables(worker, order)))
+        for worker in self._workers.values():
+            if worker.serial == order["serial"] and worker.door is not None and worker.door.open:
+                worker.door.answer(self._place(worker, order))
+            elif worker.serial != order["serial"]:
+                self._send_home(worker)
+        if works:
+            self._start.start(works, Nodes(order["node"], order["nodes"], order["address"], order["port"]))
+
+    def _new(self, serial: int, seat: dict[str, Any]) -> _Worker:
+        """A worker in the slot of its host that has failed least."""
+        taken = {worker.slot for worker in self._workers.values()}
+        slots = [slot for slot, host in self._slots.items() if host == seat["host"]]
+        slot = min(slots, key=lambda slot: (slot in taken, self._failures.get(slot, 0), slot))
+        self._numbered += 1
+        door = Door(Path(self._folder.name) / str(self._numbered)) if self.regroup else None
+        worker = _Worker(self._numbered, serial, seat["rank"], seat["host"], slot, door)
+        self._workers[worker.number] = worker
+        return worker
+
+    def _send_home(self, worker: _Worker) -> None:
+        worker.serial = None
+        if worker.door is not None and worker.door.open:
+            worker.door.answer({"exit": True})
+        else:
+            self._start.signal(worker.number, signal.SIGKILL)
+
+    def _place(self, worker: _Worker, order: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "rank": worker.rank,
+            "world": order["world"],
+            "local_rank": worker.slot,
+            "local_world": len(order["ranks"]),
+            "master_addr": order["address"],
+            "master_port": order["port"],
+        }
+
+    def _variables(self, worker: _Worker, order: dict[str, Any]) -> dict[str, str]:
+        mine = {
+            "RANK": worker.rank,
+            "WORLD_SIZE": order["world"],
+            "LOCAL_RANK": worker.slot,
+            "LOCAL_WORLD_SIZE": len(order["ranks"]),
+            "MASTER_ADDR": order["address"],
+            "MASTER_PORT": order["port"],
+            "TRUESTEP_LAUNCHER": "truestep",
+            "TRUESTEP_HOST": worker.host,
+            SUPERVISED: 1,
+            counters.VARIABLE: self._counters,
+        }
+        if worker.door is not None:
+            mine[ORDERS] = worker.door.path
+        if sys.platform.startswith("linux") and order["address"].startswith("127."):
+            mine["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        return {**os.environ, **order["variables"], **{name: str(value) for name, value in mine.items()}}

@@ -1,0 +1,180 @@
+"""Machines as the supervisor sees them: its own, and those that join over the network. Torch-free."""
+
+import queue
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from truestep.elastic.agent import Agent
+from truestep.elastic.ports import free_port
+from truestep.elastic.wire import Wire, WireError, address
+from truestep.errors import UserError
+
+BEAT_S = 1.0
+LOST_S = 10.0
+"""Silence after which a machine is taken to be lost, and a machine takes its supervisor to be lost."""
+HERE = "here"
+
+
+class Machine(Protocol):
+    """An agent, near or far. `address`: where others reach it."""
+
+    name: str
+    address: str
+    hosts: Mapping[str, int]
+
+    def follow(self, order: dict[str, Any]) -> None: ...
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened there since the last call."""
+        ...
+
+    def port(self) -> int | None:
+        """A port that is free there; None: ask again in a second."""
+        ...
+
+    def rows(self) -> list[dict[str, int]]:
+        """The counters of its workers, with `age_ns` since the last sign of life as they were read."""
+        ...
+
+    def lost(self) -> str | None:
+        """Why it is gone, in words that follow its name; None while it is there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Here:
+    """The supervisor's own machine."""
+
+    agent: Agent
+    address: str = "127.0.0.1"
+    name: str = HERE
+
+    @property
+    def hosts(self) -> Mapping[str, int]:
+        return self.agent.hosts
+
+    def follow(self, order: dict[str, Any]) -> None:
+        self.agent.follow(order)
+
+    def events(self) -> list[dict[str, Any]]:
+        return self.agent.events()
+
+    def port(self) -> int | None:
+        return free_port()
+
+    def rows(self) -> list[dict[str, int]]:
+        return _aged(self.agent.beat())
+
+    def lost(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self.agent.close()
+
+
+@dataclass
+class There:
+    """A machine that joined. `id` is the same when it comes back after its connection broke."""
+
+    wire: Wire
+    name: str
+    hosts: Mapping[str, int]
+    id: str
+    _beat: dict[str, Any] = field(default_factory=dict)
+    _used_port: int | None = None
+
+    @property
+    def address(self) -> str:
+        return self.wire.peer
+
+    def follow(self, order: dict[str, Any]) -> None:
+        self.wire.send(order)
+
+    def events(self) -> list[dict[str, Any]]:
+        told = self.wire.received()
+        for beat in (event for event in told if event["is"] == "beat"):
+            self._beat = beat
+        return [event for event in told if event["is"] != "beat"]
+
+    def port(self) -> int | None:
+        port = self._beat.get("port")
+        if port == self._used_port:
+            return None
+        self._used_port = port
+        return port
+
+    def rows(self) -> list[dict[str, int]]:
+        return _aged(self._beat) if self._beat else []
+
+    def lost(self) -> str | None:
+        if self.wire.broken:
+            return self.wire.broken
+        if self.wire.silent_s > LOST_S:
+            return f"has been silent for {self.wire.silent_s:.0f} s"
+        return None
+
+    def close(self) -> None:
+        self.wire.send({"do": "bye"})
+        self.wire.close()
+
+
+def _aged(beat: dict[str, Any]) -> list[dict[str, int]]:
+    return [row | {"age_ns": beat["now_ns"] - row["beat_ns"]} for row in beat["rows"]]
+
+
+class Hub:
+    """Listens where `machine.elastic.listen` says; machines that prove themselves and say who they are come out of
+    `joined`. `welcome` is what each is told first."""
+
+    def __init__(self, listen: str, token: bytes, welcome: dict[str, Any]):
+        self._token, self._welcome = token, welcome
+        self._joined: queue.Queue[There] = queue.Queue()
+        try:
+            self._door = socket.create_server(address(listen))
+        except OSError as error:
+            raise UserError(
+                f"machine.elastic.listen {listen!r} cannot be listened at ({error.strerror or error}); "
+                f"give an address of this machine and a port that is free"
+            ) from None
+        self.port = self._door.getsockname()[1]
+        threading.Thread(target=self._accept, name="hub", daemon=True).start()
+
+    def joined(self) -> list[There]:
+        """Machines that have come since the last call."""
+        found = []
+        while not self._joined.empty():
+            found.append(self._joined.get())
+        return found
+
+    def close(self) -> None:
+        self._door.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                line, _ = self._door.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._meet, args=(line,), name="hub", daemon=True).start()
+
+    def _meet(self, line: socket.socket) -> None:
+        peer = line.getpeername()[0]
+        try:
+            wire = Wire(line, self._token, server=True)
+        except WireError as error:
+            print(f"supervisor: somebody at {peer} was turned away: {error}", flush=True)
+            return
+        wire.send(self._welcome)
+        while not wire.broken and wire.silent_s < LOST_S:
+            for told in wire.received():
+                if told["is"] == "joined":
+                    hosts = {str(name): int(processes) for name, processes in told["hosts"].items()}
+                    self._joined.put(There(wire, str(told["machine"]), hosts, str(told["id"])))
+                    return
+            threading.Event().wait(0.02)
+        wire.close()

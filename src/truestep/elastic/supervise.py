@@ -1,0 +1,77 @@
+"""A recipe, supervised: what `truestep run` does for more than one process, or where [machine.elastic] is set. Torch-free."""
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from truestep.elastic.agent import Agent
+from truestep.elastic.budget import Budget
+from truestep.elastic.machines import Here, Hub
+from truestep.elastic.members import Members
+from truestep.elastic.supervisor import STATE, Outcome, Supervisor
+from truestep.elastic.wire import read_token
+from truestep.elastic.worlds import Worlds
+from truestep.recipe.dump import dump
+from truestep.recipe.recipe import Recipe
+
+HOSTS = "TRUESTEP_HOSTS"
+"""Names of hosts, with commas: this machine stands for all of them, as in tests and demonstrations."""
+
+
+def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapping[str, str]) -> Outcome:
+    """Carry out the recipe that lies in `file` with `ranks` processes of this machine, and of those that join."""
+    run_dir = Path(recipe.run.dir).expanduser() / recipe.run.name
+    elastic = recipe.machine.elastic
+    start, regroup = start_of(recipe, gpus)
+    budget = Budget.load(run_dir / STATE, elastic.restarts, elastic.forget)
+    budget.once_more()
+    members = Members(
+        fewest=elastic.min or ranks,
+        most=elastic.max or ranks,
+        fits=Worlds(recipe, ranks).fit,
+        budget=budget,
+        usual=ranks,
+        spares=elastic.spares,
+    )
+    hub = _hub(recipe, start, regroup, variables) if elastic.listen else None
+    hosts = hosts_here(os.environ, ranks + elastic.spares)
+    agent = Agent(hosts, start, ["run", str(file)], regroup)
+    here = Here(agent)
+    notice = Path(elastic.notice).expanduser() if elastic.notice else None
+    return Supervisor(run_dir, members, {here.name: here}, dict(variables), regroup, hub, notice).run()
+
+
+def start_of(recipe: Recipe, gpus: int) -> tuple[str, bool]:
+    """How workers are started, and whether the survivors of a failure may form a new group in place."""
+    elastic, device = recipe.machine.elastic, recipe.machine.device
+    on_cpu = device == "cpu" or (device == "auto" and not gpus)
+    start = elastic.start if elastic.start != "auto" else "fork" if on_cpu else "torchrun"
+    return start, elastic.regroup and on_cpu and start == "fork"
+
+
+def hosts_here(environ: Mapping[str, str], processes: int) -> dict[str, int]:
+    """The hosts that this machine stands for, with the processes of each: itself, unless the environment names others."""
+    names = [name.strip() for name in environ.get(HOSTS, "").split(",") if name.strip()]
+    if not names:
+        return {environ.get("TRUESTEP_HOST") or socket.gethostname(): processes}
+    return dict.fromkeys(names, max(1, processes // len(names)))
+
+
+def _hub(recipe: Recipe, start: str, regroup: bool, variables: Mapping[str, str]) -> Hub:
+    """Where other machines join; the token lies beside the run's directory, made here if it is not there."""
+    assert recipe.machine.elastic.listen is not None
+    file = Path(recipe.run.dir).expanduser() / f".{recipe.run.name}.token"
+    if not file.exists():
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
+            token.write(secrets.token_hex(32) + "\n")
+    welcome = {"do": "welcome", "recipe": dump(recipe), "start": start, "regroup": regroup}
+    hub = Hub(recipe.machine.elastic.listen, read_token(file), welcome | {"variables": dict(variables)})
+    print(f"supervisor: others join with: truestep node {_address(recipe, hub)} --token-file {file}", flush=True)
+    return hub
+
+
+def _address(recipe: Recipe, hub: Hub) -> str:
+    host = str(recipe.machine.elastic.listen).rpartition(":")[0]
+    return f"{socket.gethostname() if host in ('', '0.0.0.0', '[::]') else host}:{hub.port}"

@@ -27,7 +27,7 @@ from truestep.parallel.exact import TRIES, Exact, Outcome
 from truestep.parallel.exact_bucket import Route, Slot
 from truestep.parallel.exact_model import reduce_exactly
 from truestep.parallel.exact_shards import shard_exactly
-from truestep.parallel.probe import NormProbe
+from truestep.parallel.probe import GradientProbe
 from truestep.recipe.machine import Mesh, Pipeline
 
 STEPS = 5
@@ -79,7 +79,7 @@ class Run:
     """A model under exact reduction, and its optimizer."""
 
     def __init__(self, setting: Setting):
-        self.setting, self.probe = setting, NormProbe()
+        self.setting, self.probe = setting, GradientProbe()
         with torch.device("meta"):
             self.model = Decoder(tiny.section(tie_embeddings=setting.tied, **EXTRA))
         if setting.precision == "float64":

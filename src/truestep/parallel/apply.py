@@ -28,9 +28,11 @@ from truestep.parallel.groups import Groups, make_groups
 from truestep.parallel.layout import Place, cut, places
 from truestep.parallel.model import MIRROR, Mirror, Parallel
 from truestep.parallel.pipeline import Pipeline, Shape
-from truestep.parallel.probe import ProbedReduceScatter, watch_leaves
+from truestep.parallel.probe import watch_leaves
 from truestep.parallel.recompute import recompute
 from truestep.parallel.schedule import SPLIT_BACKWARD, rank_of_part
+from truestep.parallel.shard_groups import watch_shards
+from truestep.parallel.wire import Wire
 from truestep.plan.split import stages_of_rank
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Context
@@ -135,7 +137,7 @@ def parallelize(
             names = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
             fill(part, {name: piece for name, piece in pieces.items() if name in names})
     if replicates:
-        result.call = _replicate(model, groups)
+        result.call = _replicate(model, groups, result.wire)
     if degrees.pp > 1:
         _lay_pipeline(result, parts, groups, pipeline)
     for part in parts.values():
@@ -175,12 +177,20 @@ def is_small(role: Role, shape: tuple[int, ...]) -> bool:
     return len(shape) < 2 or role is Role.ROUTER
 
 
-def _replicate(model: nn.Module, groups: Groups) -> DistributedDataParallel:
+def _replicate(model: nn.Module, groups: Groups, wire: Wire) -> DistributedDataParallel:
     group = groups.world.group
+    assert group is not None
     replicated = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
     def add_up(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
+        if wire.looks:  # at once, since what follows is a collective too
+            given = buffer.clone()
+            dist.all_reduce(buffer, group=group)
+            wire.summed(buffer, given, group)
+            done = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+            done.set_result(buffer)
+            return done
         work = dist.all_reduce(buffer, group=group, async_op=True)
         assert work is not None
 
@@ -227,12 +237,11 @@ def _shard(
     for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(block, mesh=groups.dense, reshard_after_forward=reshard, **options)
     fully_shard(model, mesh=groups.dense, reshard_after_forward=False, **options)
-    comm = ProbedReduceScatter(result.probe)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            module.set_custom_reduce_scatter(comm)
+    watch_shards(model, result.probe, result.wire)
     if result.device.type == "cuda":
         prefetch(model)
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from truestep.numerics.exact_sum import LIMBS, from_limbs, to_limbs
 from truestep.numerics.fixed_point import UNKNOWN, exponent_for, fits, next_exponent, squares_to_float
 from truestep.parallel.exact_bucket import Bucket, HookedBucket, Route, Scales, Slot, peaks, squares
-from truestep.parallel.probe import NormProbe
+from truestep.parallel.probe import GradientProbe
 
 TRIES = 3
 """Computations of one step: one may meet new magnitudes, one a damaged collective."""
@@ -57,7 +57,7 @@ class Exact:
         *,
         device: torch.device,
         control: dist.ProcessGroup | None,
-        probe: NormProbe,
+        probe: GradientProbe,
         uses: Mapping[str, str] | None = None,
     ):
         self.scales = Scales(names, uses or {}, device, probe)
@@ -111,6 +111,18 @@ class Exact:
         finally:
             self.scales.open = False
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around forward and backward of microbatches whose gradients are thrown away, when no step is open."""
+        self.scales.begin(self.exponents.tolist())
+        for bucket in self._buckets:
+            bucket.begin()
+        try:
+            yield
+        finally:
+            self.scales.open = False
+            self._drop()
+
     def sweep(self) -> None:
         """Call it after each microbatch's backward pass (in pipelines: each that makes gradients of weights)."""
         for bucket in self._buckets:
@@ -153,7 +165,7 @@ class Exact:
         return next((bucket, slot) for bucket, slot in found if slot is not None)
 
     def _take(self, bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
-        self.scales.probe.add(grad)
+        self.scales.probe.add(grad, lambda: [(slot.name, grad)])
         bucket.take(slot, grad)
 
     def _again(self, trouble: str, totals: list[float]) -> Outcome:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from truestep.numerics.exact_collectives import sum_integers_
+from truestep.numerics.exact_collectives import Trail, sum_integers_
 from truestep.numerics.fixed_point import add_rounded, sum_of_squares, to_float
-from truestep.parallel.probe import NormProbe
+from truestep.parallel.probe import GradientProbe
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,20 @@ class Slot:
 class Scales:
     """What all buckets of a rank share in a step: exponents, the largest magnitudes met, and what collectives left."""
 
-    def __init__(self, names: Sequence[str], uses: Mapping[str, str], device: torch.device, probe: NormProbe):
+    def __init__(self, names: Sequence[str], uses: Mapping[str, str], device: torch.device, probe: GradientProbe):
         self.num_names = len(names)
         self.index = {name: index for index, name in enumerate(names)}
         self.index |= {use: self.index[name] for use, name in uses.items()}
         self.device, self.probe = device, probe
         self.exponents: list[int] = []
         self.open = False
+        self.trail = Trail()
 
     def begin(self, exponents: list[int]) -> None:
         self.exponents, self.open = exponents, True
         self.largest_P = torch.zeros(self.num_names, dtype=torch.float64, device=self.device)
         self.residual = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.trail.clear()
 
     def add(self, slot: Slot, total_N: torch.Tensor, x_RN: torch.Tensor) -> None:
         """Round the rows of `x_RN`, parts of the gradient of one use in one microbatch each, and add them up."""
@@ -94,7 +96,8 @@ class Bucket(ABC):
             last = rest[-1] if rest else first
             assert self._total_N is not None
             for group in groups:
-                self.scales.residual += sum_integers_(self._total_N[first.start : last.start + last.width], group)
+                part_N = self._total_N[first.start : last.start + last.width]
+                self.scales.residual += sum_integers_(part_N, group, self.scales.trail)
 
     def fill(self) -> Iterable[tuple[Slot, torch.Tensor]]:
         """Set every `.grad`, give the integers up, and go through the local parts of the gradients."""

@@ -63,9 +63,9 @@ def _join(exact: Exact, mirror: Mirror, tied: str) -> None:
         here += there
     elif group is not None and here is not None:
         arrived = torch.empty_like(here)
-        exact.scales.residual += send_integers(arrived, group, source, target)
+        exact.scales.residual += send_integers(arrived, group, source, target, exact.scales.trail)
         here += arrived
     elif group is not None and there is not None:
-        exact.scales.residual += send_integers(there, group, source, target)
+        exact.scales.residual += send_integers(there, group, source, target, exact.scales.trail)
     if there is not None:
         there.zero_()

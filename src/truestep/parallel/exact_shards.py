@@ -3,11 +3,11 @@
 The buffer that FSDP2 would reduce-scatter is exchanged as it is; each rank rounds what it was given for its own shard,
 and adds the integers up. That is the traffic of a reduce-scatter in the same dtype, though every sum is one of int64.
 
-All uses of torch's private API are in this file: FSDPParamGroup, its parameters in the order of that buffer, its
-process group and its stream. 2.11 and 2.13 name them alike, but for the attribute that leads to the groups.
+All uses of torch's private API are in this file and in shard_groups.py: FSDPParamGroup, its parameters in the order of
+that buffer, its process group and its stream. 2.11 and 2.13 name them alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from truestep.numerics.exact_collectives import exchange_rows
 from truestep.parallel.exact import Exact
 from truestep.parallel.exact_bucket import Bucket, Route, Scales, Slot, lay_out
+from truestep.parallel.shard_groups import columns, param_groups, registered
 
 
 def shard_exactly(
@@ -43,11 +44,11 @@ def shard_exactly(
         module.set_requires_all_reduce(False, recurse=False)
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-        for group in _param_groups(module):
+        for group in param_groups(module):
             single = group._reduce_scatter_process_group.size() == 1
             if single:  # FSDP2 calls no reduce-scatter then
                 module.set_requires_gradient_sync(False, recurse=False)
-            present = {id(_registered(param)): param for param in group.fsdp_params}
+            present = {id(registered(param)): param for param in group.fsdp_params}
             named = {names[key]: param for key, param in present.items() if key in names}
             if named:
                 kind = StageBucket if once_a_step or single else ShardBucket
@@ -82,7 +83,7 @@ class ShardBucket(Bucket):
                 "parameter that FSDP2 reduces together takes part in every microbatch"
             )
         self._drop_float_gradients()
-        self.scales.probe.add(input_N)
+        self.scales.probe.add(input_N, lambda: self._columns(input_N))
         self._receive(self.slots, input_N.view(self.world, -1), group)
 
     def take(self, slot: Slot, grad: torch.Tensor) -> None:
@@ -104,12 +105,15 @@ class ShardBucket(Bucket):
         super().complete()
 
     def _receive(self, slots: list[Slot], x_WN: torch.Tensor, group: dist.ProcessGroup) -> None:
-        received_WN, residual = exchange_rows(x_WN, group)
+        received_WN, residual = exchange_rows(x_WN, group, self.scales.trail)
         self.scales.residual += residual
         first = slots[0].start
         for slot in slots:
             columns = slice(slot.start - first, slot.start - first + slot.width)
             self.scales.add(slot, self.part(slot), received_WN[:, columns])
+
+    def _columns(self, input_N: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        return columns({slot.name: slot.width for slot in self.slots}, input_N.view(self.world, -1))
 
     def _drop_float_gradients(self) -> None:
         """FSDP2 makes the (zero) output of a reduction the `.grad`, which goes at once: `fill` sets the real one."""
@@ -138,7 +142,7 @@ class StageBucket(ShardBucket):
     def sweep(self) -> None:
         for slot, param in zip(self.slots, self._fsdp_params.values()):
             for grad in _take_whole_gradients(param):
-                self.scales.probe.add(grad)
+                self.scales.probe.add(grad, lambda slot=slot, grad=grad: [(slot.name, grad)])
                 self.take(slot, grad)
 
     def complete(self) -> None:
@@ -155,7 +159,7 @@ class StageBucket(ShardBucket):
         super().begin()
         group = self._fsdp_group._reduce_scatter_process_group
         for index, slot in enumerate(self.slots):
-            received_WN, residual = exchange_rows(self._wholes[index].view(self.world, -1), group)
+            received_WN, residual = exchange_rows(self._wholes[index].view(self.world, -1), group, self.scales.trail)
             self._wholes[index] = received_WN[:0]  # given up before the next one
             self.scales.residual += residual
             torch.sum(received_WN, dim=0, out=self.part(slot))
@@ -173,18 +177,6 @@ class _ExactReduceScatter(ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op: Any, async_op: bool = False) -> None:
         self._bucket.reduce(input_tensor, group)
-
-
-def _param_groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # 2.13
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-
-
-def _registered(param: FSDPParam) -> nn.Parameter:
-    """The parameter as its module has it; `sharded_param` lags behind `to_empty` until first use."""
-    return getattr(param._module_info.module, param._module_info.param_name)
 
 
 def _take_whole_gradients(param: FSDPParam) -> list[torch.Tensor]:

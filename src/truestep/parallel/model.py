@@ -1,7 +1,7 @@
 """A model that was made parallel, as the step sees it: run it on microbatches, complete its gradients, update it."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ from truestep.parallel.groups import Groups
 from truestep.parallel.kept import Kept
 from truestep.parallel.layout import Place
 from truestep.parallel.pipeline import Pipeline
-from truestep.parallel.probe import NormProbe
+from truestep.parallel.probe import GradientProbe
 from truestep.parallel.reduce import global_norm, sum_missing
+from truestep.parallel.wire import Wire
 
 MIRROR = "head_mirror"
 """Name of the parameter that is the copy of a tied table in the last part of a pipeline."""
@@ -84,7 +85,8 @@ class Parallel:
     dtype: torch.dtype
     device: torch.device
     places: dict[str, Place] = field(default_factory=dict)
-    probe: NormProbe = field(default_factory=NormProbe)
+    probe: GradientProbe = field(default_factory=GradientProbe)
+    wire: Wire = field(default_factory=Wire)
     pipeline: Pipeline | None = None
     mirror: Mirror | None = None
     draws: Draws | None = None
@@ -92,6 +94,7 @@ class Parallel:
     kept: Kept = field(default_factory=Kept)
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
     _metric_names: list[str] | None = None
+    _aside: bool = False
 
     @property
     def bare(self) -> nn.Module:
@@ -129,7 +132,7 @@ class Parallel:
             if self.groups.degrees.dp_replicate > 1 and self.after_backward is None:
                 self.call.set_requires_all_reduce(last)
             return nullcontext()
-        if isinstance(self.call, DistributedDataParallel) and not last:
+        if isinstance(self.call, DistributedDataParallel) and (self._aside or not last):
             return self.call.no_sync()
         return nullcontext()
 
@@ -144,6 +147,7 @@ class Parallel:
         metrics: dict[str, list[torch.Tensor]] = {}
         for index, batch in enumerate(batches):
             begin(index)
+            self.probe.begin(index)
             batch = batch.to(self.device)
             with self.microbatch(last=index == len(batches) - 1):
                 with self.compute(), self.kept.counting(0, self.bare):
@@ -164,6 +168,7 @@ class Parallel:
         moved = [batch.to(self.device) for batch in batches]
         moved += [batches[0].without_targets().to(self.device)] * missing
         heads = [loss_of(batch) for batch in moved]
+        self.probe.begin(None)
         found = pipeline.run(moved, heads, factor, begin, self._gradients_made, self.kept)
         self.probe.next_microbatch()
         zero = torch.zeros((), device=self.device)
@@ -177,6 +182,26 @@ class Parallel:
         found = found[: len(batches)]  # padding adds nothing
         sums = [loss_sum * self.counts for loss_sum, _ in found]
         return sums, {name: [extra[name].detach() * self.counts for _, extra in found] for name in named}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a run that leaves no trace: gradients, buffers and noted norms come back as they were. The run takes
+        part in all collectives but DDP's, whose buckets hold the step's gradients."""
+        parameters = [parameter for part in self.parts for parameter in part.parameters()]
+        buffers = [(buffer, buffer.clone()) for part in self.parts for buffer in part.buffers()]
+        grads = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self._aside = True
+        try:
+            with self.probe.aside():
+                yield
+        finally:
+            self._aside = False
+            for parameter, grad in zip(parameters, grads):
+                parameter.grad = grad
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
     def _gradients_made(self) -> None:
         if self.after_backward is not None:

@@ -1,30 +1,55 @@
-"""The norm of what this rank contributes to each gradient reduction, a microbatch at a time, before the reduction.
+"""What this rank contributes to each gradient reduction, a microbatch at a time, before the reduction: its norm, and on
+request the fingerprint of every parameter's part of it.
 
 Under FSDP2 it is read off the buffer that enters the reduce-scatter; elsewhere off each leaf's gradient as autograd
-makes it (before it is added to `.grad`). Sums of squares stay on the device until `take` is called once a step.
+makes it (before it is added to `.grad`). Everything stays on the device until it is asked for.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from truestep.numerics.axis import reduce_scatter
+from truestep.numerics.fingerprint import fingerprint
+
+Parts = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""The parts of a contribution by the name of the parameter, in the same memory."""
 
 
-class NormProbe:
-    """Collects sums of squares; `next_microbatch` closes one microbatch, `take` returns and clears the norms."""
+class GradientProbe:
+    """Collects sums of squares; `next_microbatch` closes one microbatch, `take` returns and clears the norms.
+
+    `watched`: the microbatch (of a pipeline: any number for all of them) whose fingerprints are taken, into `prints`;
+    None: of none. `strike(name, part, microbatch)` is where fault injection gets at gradients.
+    """
 
     def __init__(self):
+        self.watched: int | None = None
+        self.prints: dict[str, torch.Tensor] = {}
+        self.strike: Callable[[str, torch.Tensor, int | None], None] | None = None
+        self._microbatch: int | None = None
         self._parts: list[torch.Tensor] = []
         self._done: list[torch.Tensor] = []
 
-    def add(self, x: torch.Tensor) -> None:
+    def begin(self, microbatch: int | None) -> None:
+        """A microbatch comes next (None: all of a pipeline's, mixed)."""
+        self._microbatch = microbatch
+        if not microbatch:  # the first, perhaps of a step that is computed once more
+            self.prints = {}
+
+    def add(self, x: torch.Tensor, parts: Parts) -> None:
         """Count the elements of one contribution. Accumulates at least in fp32."""
+        if self.strike is not None:
+            for name, part in parts():
+                self.strike(name, part, self._microbatch)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(x, dtype=dtype)
         self._parts.append(norm * norm)
+        if self.watched is not None and self._microbatch in (None, self.watched):
+            for name, part in parts():
+                found = fingerprint(part)
+                self.prints[name] = self.prints[name] + found if name in self.prints else found
 
     def next_microbatch(self) -> None:
         if self._parts:
@@ -37,23 +62,20 @@ class NormProbe:
         self._done.clear()
         return norms
 
-
-class ProbedReduceScatter(ReduceScatter):
-    """FSDP2's default reduce-scatter, with its input's norm noted (the padding of uneven shards is zero)."""
-
-    def __init__(self, probe: NormProbe):
-        self._probe = probe
-
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op: Any, async_op: bool = False):
-        self._probe.add(input_tensor)
-        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a run of one microbatch, or of a pipeline, whose norms do not count; its `prints` are taken, and those
+        from before come back afterwards."""
+        kept = self.watched, self.prints, self._done
+        self.watched, self.prints, self._done = 0, {}, []
+        try:
+            yield
+        finally:
+            self.watched, self.prints, self._done = kept
 
 
-def watch_leaves(model: nn.Module, probe: NormProbe) -> None:
+def watch_leaves(model: nn.Module, probe: GradientProbe) -> None:
     """Note every leaf gradient of `model` as it is produced."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_hook(probe.add)
+            parameter.register_hook(lambda grad, name=name: probe.add(grad, lambda: [(name, grad)]))

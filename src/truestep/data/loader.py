@@ -209,19 +209,27 @@ class Prefetcher:
     ):
         """`pin`: page-locked memory, from which copies to a GPU run beside its work."""
         self._loader, self._schedule, self._pin = loader, schedule, pin
-        self._part = rank, world, rows
-        self._next_step = self._next_fetch = start_step
-        self._next_row = schedule.rows(start_step)[0] if start_step < schedule.steps else self._rows_total()
+        self._part, self._depth = (rank, world, rows), depth
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future] = deque()
+        for step in range(start_step, schedule.steps):
+            _num_microbatches(*schedule.rows(step), rows)
+        self.restart(start_step)
+
+    def restart(self, step: int) -> None:
+        """Go on at `step`, with the ranges that the loader leaves out by now. Call `close` before the loader changes:
+        the thread reads ahead."""
+        self.close()
+        loader, schedule = self._loader, self._schedule
+        self._next_step = self._next_fetch = step
+        self._next_row = schedule.rows(step)[0] if step < schedule.steps else self._rows_total()
         if loader.num_rows is not None and self._rows_total() > loader.num_rows:
             raise DataError(
                 f"the stage needs {self._rows_total()} rows of {loader.context} tokens, its data gives "
                 f"{loader.num_rows} under max_epochs; raise max_epochs, add data, or train on fewer tokens"
             )
-        for step in range(start_step, schedule.steps):
-            _num_microbatches(*schedule.rows(step), rows)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data") if depth else None
-        self._ahead: deque[Future] = deque()
-        for _ in range(depth):
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="data") if self._depth else None
+        for _ in range(self._depth):
             self._fetch_ahead()
 
     def __iter__(self) -> "Prefetcher":
@@ -248,6 +256,7 @@ class Prefetcher:
         """Stop the thread; what it prepared is thrown away."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        self._ahead.clear()
 
     def __enter__(self) -> "Prefetcher":
         return self

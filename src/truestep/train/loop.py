@@ -1,22 +1,28 @@
 """The loop of a stage: loader → step → log → evaluation → checkpoint, until the last step or a polite stop."""
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
-from truestep.errors import UserError
+from truestep.checkpoint.checkpointer import Checkpointer
+from truestep.errors import Again, UserError
 from truestep.numerics.batch import Batch
 from truestep.plan.interval import Interval
 from truestep.recipe.checkpoint import Checkpoint
+from truestep.runlog.counters import SectionOf
 from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
-from truestep.sentinel.finite import Verdict
+from truestep.runlog.records import Decision
+from truestep.sentinel.alarm import Alarm
 from truestep.train.evaluate import HeldOut
-from truestep.train.memory import MemoryUse, MemoryWatch
+from truestep.train.guard import Corruption
+from truestep.train.memory import MemoryWatch
 from truestep.train.profile import StepProfiler
+from truestep.train.record import Recorder, Watcher
+from truestep.train.saves import Saves
 from truestep.train.state import TrainState
 from truestep.train.step import StepResult, train_step
 from truestep.train.stop import StopSignal
@@ -28,14 +34,23 @@ class Feed(Protocol):
     def __iter__(self) -> Iterator[tuple[int, list[Batch], int]]: ...
 
 
-class Watcher(Protocol):
-    """Someone who looks on: progress on the terminal, sinks."""
+class Check(Protocol):
+    """Looks at the state after every step. Its alarms are the same on all ranks, but for those that only tell."""
 
-    def step(self, stage: str, step: int, steps: int, result: StepResult, tokens: int, seconds: float) -> None: ...
+    def after(self, result: StepResult) -> Sequence[Alarm]: ...
 
-    def held_out(self, stage: str, step: int, figures: HeldOut) -> None: ...
 
-    def alarm(self, text: str) -> None: ...
+class Rewinder(Protocol):
+    """The way back to an earlier checkpoint of the stage."""
+
+    def fence(self, not_after_step: int) -> Checkpointer:
+        """Close the present checkpoints and let none of a later step count any more."""
+        ...
+
+    def go_back(self, checkpointer: Checkpointer, left_out: tuple[int, int] | None) -> list[int]:
+        """Restore state, loader and feed from the newest checkpoint that counts, or as they were at the beginning.
+        `left_out`: steps whose rows are not read again; returns those rows, from the first to before the last."""
+        ...
 
 
 @dataclass
@@ -57,144 +72,148 @@ class Loop:
     evaluate_data: str | None = None
     profiler: StepProfiler | None = None
     interval: Interval | None = None  # of saves, where it is learnt; on rank 0
-    failures: int = 0
+    checks: Sequence[Check] = ()
+    rewinder: Rewinder | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     figures: HeldOut | None = None
-    _saved_at: float = field(default_factory=time.monotonic)
-    _saved_step: int = -1
+
+    def __post_init__(self) -> None:
+        self.record = Recorder(self.stage, self.metrics, self.log, self.watcher)
+        self.saves = Saves(self.state, self.checkpointer, self.cadence, self.record, self.interval)
 
     def run(self) -> str:
         """Train to the last step. Returns "done", or "stopped" after a polite stop; either way the state is saved."""
-        state = self.state
+        state, counters = self.state, self.state.counters
         memory = MemoryWatch(state.parallel, state.job)
         with StopSignal() as stop:
-            began = time.perf_counter()
+            began = self._begin()
             for step, batches, num_targets in self.feed:
                 fetched = time.perf_counter()
-                due = state.job.first and self._due()
-                with self.profiler.step() if self.profiler else nullcontext():
-                    result = train_step(state, batches, num_targets, [float(stop.asked), float(due)])
+                counters.step(state.step)
+                questions = [float(stop.asked), float(state.job.first and self.saves.due())]
+                try:
+                    with self.profiler.step() if self.profiler else nullcontext():
+                        result = train_step(state, batches, num_targets, questions)
+                except Corruption as corruption:
+                    self._corrupted(corruption)
+                    began = self._begin()
+                    continue
+                counters.enter(SectionOf.OTHER)
                 self._count(step, num_targets)
-                ended = time.perf_counter()
-                self._record(step, result, ended - began, fetched - began)
+                now = time.perf_counter()
+                self.record.step(state, result, self.tokens_of(step), now - began, fetched - began)
+                if self._rolled_back(self._alarms(result)):
+                    began = self._begin()
+                    continue
                 if state.digests is not None:
                     state.digests.stepped(state.step)
                 if self.profiler and self.profiler.finished:
                     self._end_profile()
                 stopping, saving = (answer > 0 for answer in result.agreed)
-                self._say_memory(memory.after_step(last=stopping or state.step == state.steps))
+                if found := memory.after_step(last=stopping or state.step == state.steps):
+                    self.record.note("memory", step=state.step, **asdict(found))
                 if self.evaluate_every and state.step % self.evaluate_every == 0 and state.step < state.steps:
                     self.held_out(last=False)
-                if saving or self._due_by_step():
+                if saving or self.saves.due_by_step():
                     self.save(wait=False)
-                self._settle()
+                self.saves.settle()
+                self.record.take_in()
                 if stopping and state.step < state.steps:
                     self._end_profile()
                     self.save(wait=True)
                     return "stopped"
-                began = time.perf_counter()
+                began = self._begin()
         self._end_profile()
         if self.evaluate is not None:
             self.held_out(last=True)
         self.save(wait=True)
         return "done"
 
-    def _end_profile(self) -> None:
-        """Record what profiled steps show, if there were any: of this rank, and the worst over all."""
-        if self.profiler is None:
-            return
-        found, self.profiler = self.profiler.close(), None
-        if found is None:
-            return
-        worst = self.state.job.all_max([found.all.communication_s, found.all.exposed_s])
-        if self.log:
-            self.log.append(
-                "profile",
-                stage=self.stage,
-                step=self.state.step,
-                steps=found.steps,
-                step_s=found.step_s,
-                compute_s=found.compute_s,
-                communication_s=found.all.communication_s,
-                exposed_s=found.all.exposed_s,
-                groups={name: asdict(exposure) for name, exposure in found.groups.items()},
-                worst_communication_s=worst[0],
-                worst_exposed_s=worst[1],
-            )
-
-    def _say_memory(self, found: MemoryUse | None) -> None:
-        if found is not None and self.log:
-            self.log.append("memory", stage=self.stage, step=self.state.step, **asdict(found))
-
     def held_out(self, *, last: bool) -> None:
         """Evaluate; the last time on all held-out rows."""
         assert self.evaluate is not None
+        self.state.counters.enter(SectionOf.EVALUATE)
         began = time.perf_counter()
         self.figures = self.evaluate(last)
-        if self.log:
-            self.log.append(
-                "eval",
-                stage=self.stage,
-                step=self.state.step,
-                data=self.evaluate_data,
-                loss=self.figures.loss,
-                bits_per_byte=self.figures.bits_per_byte,
-                bytes=self.figures.num_bytes or None,
-                targets=self.figures.targets,
-                method=self.figures.method,
-                high_loss=self.figures.high_loss,
-                eval_s=time.perf_counter() - began,
-            )
-        if self.watcher:
-            self.watcher.held_out(self.stage, self.state.step, self.figures)
+        self.record.held_out(self.state.step, self.figures, self.evaluate_data, time.perf_counter() - began)
 
     def save(self, *, wait: bool) -> None:
         """Start a save (and wait for it). A step that is saved already is not saved again."""
-        if self._saved_step != self.state.step:
-            self._saved_step = self.state.step
-            self._saved_at = time.monotonic()
-            self.metrics.flush()
-            extra = self.state.extra() | (self.state.digests.for_save(self.state.step) if self.state.digests else {})
-            self.checkpointer.save(
-                self.state.step, self.state.tensors(), extra, asynchronous=self.cadence.asynchronous
-            )
-        if wait:
-            self.checkpointer.wait()
-            self._settle(last=True)
+        self.state.counters.enter(SectionOf.SAVE)
+        self.saves.save(wait=wait)
 
-    def _due(self) -> bool:
-        since_s, every_s = time.monotonic() - self._saved_at, self.cadence.every_time
-        if every_s == "auto":
-            under_way = self.checkpointer.pending is not None and not self.checkpointer.pending.done()
-            return self.interval is not None and self.interval.due(since_s) and not under_way
-        return bool(every_s) and since_s >= every_s
+    def roll_back(
+        self,
+        reason: str,
+        *,
+        left_out: tuple[int, int] | None = None,
+        not_after_step: int | None = None,
+        without: Iterable[str] = (),
+    ) -> None:
+        """Go on from the newest checkpoint of at most `not_after_step` steps (by default, the newest). All ranks call
+        this together, alike. No later checkpoint will ever count again.
 
-    def _due_by_step(self) -> bool:
-        return bool(self.cadence.every) and self.state.step % self.cadence.every == 0
+        `left_out`: steps, from the first (counted from 0) to before the last, whose data is not to be read again.
+        `without`: hosts to do without. Where a supervisor can see to that, Again is raised instead of going back here.
+        """
+        state, began = self.state, time.monotonic()
+        step, skips, rollbacks, hosts = state.step, state.spikes.skips, state.spikes.rollbacks, tuple(without)
+        if self.rewinder is None:
+            raise UserError(f"stage {self.stage!r}, step {step}: {reason}; nothing is there to roll back to")
+        state.parallel.zero_grad()
+        state.parallel.probe.take()
+        self.saves.checkpointer.wait()
+        self.saves.settle()
+        self.saves.replace(self.rewinder.fence(step if not_after_step is None else not_after_step))
+        if hosts and self.environ.get("TRUESTEP_SUPERVISED"):
+            for host in hosts:
+                self.record.decision(Decision(action="quarantine", reason=reason, step=step, host=host))
+            raise Again(reason, hosts)
+        rows = self.rewinder.go_back(self.saves.checkpointer, left_out)
+        if left_out:
+            state.spikes.rolled_back(state.step, skips, rollbacks)
+        if self.interval is not None:
+            self.interval.failed()
+        seconds = time.monotonic() - began
+        self.record.decision(
+            Decision(action="roll back", reason=reason, step=step, to_step=state.step, left_out=rows, seconds=seconds)
+        )
+        words = f"without rows {rows[0]} to {rows[1] - 1} of the data" if rows else "with the same data"
+        self.record.alarm(f"rolled back from step {step} to step {state.step}, {words}: {reason}")
+        for host in hosts:
+            self.record.alarm(f"replace host {host}: {reason}")
+        if left_out:
+            self.save(wait=False)  # what is left out holds from now on, also if the run is killed before the next save
 
-    def _settle(self, last: bool = False) -> None:
-        """Take in what became of saves: log each, alarm on failures, stop at the stated limit."""
-        for saved in self.checkpointer.finished():
-            self.failures = 0 if saved.ok else self.failures + 1
-            if saved.ok and self.interval:
-                self.interval.saved(saved.stall_s, saved.total_s)
-                if self.log and (news := self.interval.news()):
-                    self.log.append("note", text=f"{self.stage}: {news}")
-            if self.log:
-                self.log.append(
-                    "save",
-                    stage=self.stage,
-                    step=saved.step,
-                    ok=saved.ok,
-                    stall_s=saved.stall_s,
-                    total_s=saved.total_s,
-                    bytes=saved.num_bytes or None,
-                    manifest=saved.manifest_sha256 or None,
-                    error=saved.error or None,
-                )
-            if self.watcher and not saved.ok:
-                self.watcher.alarm(f"{self.stage}: saving step {saved.step} failed: {saved.error}")
-            if not saved.ok and (self.failures > self.cadence.max_failures or last):
-                raise UserError(_failed(saved, self.failures))
+    def _begin(self) -> float:
+        self.state.counters.enter(SectionOf.DATA)
+        return time.perf_counter()
+
+    def _alarms(self, result: StepResult) -> list[Alarm]:
+        spikes = self.state.spikes.alarms(self.state.step - 1, result.judgement)
+        return [*spikes, *(alarm for check in self.checks for alarm in check.after(result))]
+
+    def _rolled_back(self, alarms: Sequence[Alarm]) -> bool:
+        """Say what was found, and do about it what is to be done: end, or roll back, as far as the first needs it."""
+        for alarm in alarms:
+            self.record.fault(alarm.fault)
+        for alarm in alarms:
+            if alarm.action == "halt":
+                raise UserError(f"stage {self.stage!r}, step {alarm.fault.step}: {alarm.fault.text}")
+        backs = [alarm for alarm in alarms if alarm.action == "roll back"]
+        if not backs:
+            return False
+        since = min(alarm.fault.since or 0 for alarm in backs)
+        left_out = next((alarm.left_out for alarm in backs if alarm.left_out), None)
+        hosts = {alarm.fault.host for alarm in backs if alarm.fault.named and alarm.fault.host}
+        reason = "; ".join(alarm.fault.text for alarm in backs)
+        self.roll_back(reason, left_out=left_out, not_after_step=since - 1, without=sorted(hosts))
+        return True
+
+    def _corrupted(self, found: Corruption) -> None:
+        for fault in found.faults:
+            self.record.fault(fault)
+        self.roll_back(str(found), not_after_step=found.since - 1, without=found.hosts)
 
     def _count(self, step: int, num_targets: int) -> None:
         state = self.state
@@ -202,38 +221,11 @@ class Loop:
         state.targets += num_targets
         state.loader = self.loader_state(state.step)
 
-    def _record(self, step: int, result: StepResult, step_s: float, data_s: float) -> None:
-        state, tokens = self.state, self.tokens_of(step)
-        for index, (loss_sum, weight, norm) in enumerate(result.shards):
-            self.metrics.append(self.stage, state.step, index, loss_sum, weight, norm)
-        if result.verdict is Verdict.HALT:
-            raise UserError(
-                f"stage {self.stage!r}, step {step}: loss {result.loss} and gradient norm {result.grad_norm} are not "
-                f"finite, so the step was not taken; lower the learning rate or look at the data of this step "
-                f"(checkpoints up to here are sound)"
-            )
-        if self.log:
-            self.log.append(
-                "step",
-                stage=self.stage,
-                step=state.step,
-                tokens=tokens,
-                targets=result.targets,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=state.optimizer.param_groups[0]["lr"],
-                clip=result.clip,
-                step_s=step_s,
-                data_s=data_s,
-                skipped=result.verdict is Verdict.SKIP,
-                metrics=result.metrics,
-            )
-        if self.watcher:
-            self.watcher.step(self.stage, state.step, state.steps, result, tokens, step_s)
-
-
-def _failed(saved: SaveResult, failures: int) -> str:
-    return (
-        f"saving step {saved.step} failed ({saved.error}), {failures} in a row; free space or fix access to the store "
-        f"and run the same command again: it goes on from the newest good checkpoint"
-    )
+    def _end_profile(self) -> None:
+        """Record what profiled steps show, if there were any: of this rank, and the worst over all."""
+        if self.profiler is None:
+            return
+        found, self.profiler = self.profiler.close(), None
+        if found is not None:
+            worst = self.state.job.all_max([found.all.communication_s, found.all.exposed_s])
+            self.record.profile(self.state.step, found, worst)

@@ -16,17 +16,19 @@ from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
 from truestep.plan.activations import Recompute
 from truestep.recipe.stage import Optim
+from truestep.runlog.counters import Counters
+from truestep.sentinel.spikes import SpikeWatch
 from truestep.train.digests import Digests
 from truestep.train.guard import Guard
 
 
 @dataclass
 class TrainState:
-    """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (fp16 overflow
-    skips one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the start model.
-    `own_weight`: the loss may count something else than targets, so its weights have to be added up over ranks.
-    `recomputed`: what each block of the whole model recomputes, by its number, where that is known. `guard` looks at
-    every step from inside."""
+    """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (spikes and
+    fp16 overflows skip one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the
+    start model. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
+    ranks. `recomputed`: what each block of the whole model recomputes, by its number, where that is known. `guard`
+    looks at every step from inside, `spikes` at its loss and gradient norm."""
 
     job: Job
     parallel: Parallel
@@ -48,6 +50,8 @@ class TrainState:
     parent: dict[str, Any] | None = None
     router_metrics: list[str] | None = None
     digests: Digests | None = None
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
+    counters: Counters = field(default_factory=Counters)
 
     def tensors(self) -> dict[str, Piece]:
         """What this rank holds of parameters, of buffers that persist, and of optimizer state, by name: what a
@@ -72,6 +76,7 @@ class TrainState:
             "seed": self.seed,
             "loader": self.loader,
             "scaler": self.scaler.state(),
+            "spikes": self.spikes.state(),
             "parent": self.parent,
         }
 
@@ -86,6 +91,7 @@ class TrainState:
         self.tokens, self.targets = extra["tokens"], extra["targets"]
         self.loader, self.parent = extra["loader"], extra["parent"]
         self.scaler.load_state(extra["scaler"])
+        self.spikes.load_state(extra["spikes"])
         self.parallel.updated()
 
 

@@ -4,6 +4,8 @@ The loss of every microbatch is a sum divided by the weight of the whole global 
 microbatches and ranks without any further factor, and no mean of means exists anywhere.
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +18,9 @@ from truestep.numerics.batch import Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.optim.clip import clip_
 from truestep.optim.schedule import factor
-from truestep.sentinel.finite import Verdict, judge
+from truestep.parallel.model import Parallel
+from truestep.runlog.counters import SectionOf
+from truestep.sentinel.finite import NO_TARGETS, Judgement, Verdict
 from truestep.train.gradients import gradient
 from truestep.train.guard import Work, everything
 from truestep.train.routing import end_routing, has_routers
@@ -28,18 +32,23 @@ class StepResult:
     """What one step did, with numbers of the global batch: `loss` per unit of its weight, which is nats per target but
     for a loss of the user's own, and `grad_norm` before clipping.
 
-    `shards` holds this rank's microbatches as (loss sum, weight, norm of its contribution). `agreed` are the sums over
-    ranks of the numbers that the loop passed in.
+    `shards` holds this rank's microbatches as (loss sum, weight, norm of its contribution, NaN where it is not known).
+    `agreed` are the sums over ranks of the numbers that the loop passed in. `troubles`: see train.gradients.Gradient.
     """
 
     loss: float
     grad_norm: float
     clip: float
     targets: int
-    verdict: Verdict
+    judgement: Judgement
     shards: list[tuple[float, float, float]]
     metrics: dict[str, float] = field(default_factory=dict)
     agreed: list[float] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.judgement.verdict
 
 
 def head_loss(
@@ -78,29 +87,34 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     share = scale / divisor if divisor else 0.0
     if state.guard is not None:
         state.guard.begin(Work(batches, loss_of, share, begin_number))
+    state.counters.enter(SectionOf.COMPUTE)
     found = gradient(state, batches, loss_of, share, begin, everything(questions, state.guard))
     agreed, numbers = found.agreed[: len(questions)], found.agreed[len(questions) :]
     if state.guard is not None:
         state.guard.inspect(found.sums, numbers)
     loss, norm = found.total / divisor if divisor else 0.0, found.norm.item()
-    verdict = judge(loss, norm, scaled=state.scaler.enabled) if divisor else Verdict.SKIP
+    judgement = state.spikes.judge(loss, norm, scaled=scale > 1.0) if divisor else NO_TARGETS
+    taken = judgement.verdict is Verdict.GO
 
     clip = 1.0
-    if verdict is Verdict.GO:
+    if taken:
+        state.counters.enter(SectionOf.UPDATE)
         clip = clip_(found.grads, found.norm, state.section.clip_norm).item()
         state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
         state.optimizer.step()
         parallel.updated()
         state.updates += 1
     if divisor:
-        state.scaler.update(finite=verdict is Verdict.GO)
+        state.scaler.update(finite=judgement.fault == "spike" or taken)
+    state.spikes.note(state.step, loss, norm, judgement)
     parallel.zero_grad()
     state.step += 1
     metrics = {name: value / (divisor or 1) for name, value in found.metrics.items()}
+    metrics |= {f"redone: {trouble}": float(count) for trouble, count in Counter(found.troubles).items()}
     if has_routers(state):
-        metrics |= end_routing(state, update=verdict is Verdict.GO)
+        metrics |= end_routing(state, update=taken)
     shards = list(zip(found.sums, weights, _norms(parallel, scale, len(batches))))
-    return StepResult(loss, norm, clip, num_targets, verdict, shards, metrics, agreed)
+    return StepResult(loss, norm, clip, num_targets, judgement, shards, metrics, agreed, found.troubles)
 
 
 def stream(seed: int, step: int, microbatch: int) -> int:
@@ -114,6 +128,7 @@ def stream(seed: int, step: int, microbatch: int) -> int:
     return mixed
 
 
-def _norms(parallel: Any, scale: float, count: int) -> list[float]:
+def _norms(parallel: Parallel, scale: float, count: int) -> list[float]:
+    """Of each microbatch; NaN where it is not known: a pipeline sums over its microbatches as it goes."""
     norms = [norm / scale for norm in parallel.probe.take()]
-    return norms + [0.0] * (count - len(norms))
+    return norms if len(norms) == count else [math.nan] * count

@@ -1,0 +1,71 @@
+"""Checkpoints of a loop: when one is due, what became of each, and how many may fail."""
+
+import time
+
+from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
+from truestep.errors import UserError
+from truestep.plan.interval import Interval
+from truestep.recipe.checkpoint import Checkpoint
+from truestep.train.record import Recorder
+from truestep.train.state import TrainState
+
+
+class Saves:
+    """`interval`: how often, where that is learnt; on rank 0, which decides about time."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        checkpointer: Checkpointer,
+        cadence: Checkpoint,
+        record: Recorder,
+        interval: Interval | None,
+    ):
+        self.checkpointer, self.failures = checkpointer, 0
+        self._state, self._cadence, self._record, self._interval = state, cadence, record, interval
+        self._saved_s, self._saved_step = time.monotonic(), -1
+
+    def due(self) -> bool:
+        """Whether enough time has passed since the last one began."""
+        since_s, every_s = time.monotonic() - self._saved_s, self._cadence.every_time
+        if every_s == "auto":
+            return self._interval is not None and self._interval.due(since_s)
+        return bool(every_s) and since_s >= every_s
+
+    def due_by_step(self) -> bool:
+        return bool(self._cadence.every) and self._state.step % self._cadence.every == 0
+
+    def save(self, *, wait: bool) -> None:
+        """Start a save (and wait for it). A step that is saved already is not saved again."""
+        if self._saved_step != self._state.step:
+            self._saved_step = self._state.step
+            self._saved_s = time.monotonic()
+            self._record.metrics.flush()
+            state = self._state
+            digests = state.digests.for_save(state.step) if state.digests else {}
+            extra = state.extra() | digests
+            self.checkpointer.save(state.step, state.tensors(), extra, asynchronous=self._cadence.asynchronous)
+        if wait:
+            self.checkpointer.wait()
+            self.settle(last=True)
+
+    def settle(self, *, last: bool = False) -> None:
+        """Take in what became of saves: log each, alarm on failures, stop at the stated limit."""
+        for saved in self.checkpointer.finished():
+            self.failures = 0 if saved.ok else self.failures + 1
+            if saved.ok and self._interval:
+                self._interval.saved(saved.stall_s, saved.total_s)
+            self._record.saved(saved)
+            if not saved.ok and (self.failures > self._cadence.max_failures or last):
+                raise UserError(_failed(saved, self.failures))
+
+    def replace(self, checkpointer: Checkpointer) -> None:
+        """Go on with another one, which has saved nothing yet. The one before is closed."""
+        self.checkpointer, self._saved_step = checkpointer, -1
+
+
+def _failed(saved: SaveResult, failures: int) -> str:
+    return (
+        f"saving step {saved.step} failed ({saved.error}), {failures} in a row; free space or fix access to the store "
+        f"and run the same command again: it goes on from the newest good checkpoint"
+    )

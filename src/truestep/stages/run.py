@@ -26,6 +26,7 @@ from truestep.stages.context import Context, adopt, open_run, run_directory
 from truestep.stages.doors import check_doors
 from truestep.stages.measure import versions
 from truestep.stages.progress import TerminalProgress
+from truestep.stages.resume import bits_now
 
 STAGES = {"pretrain": pretrain.carry_out}
 """Kinds of stages. A new one is one new file here with `carry_out(context, stage)`, and a line in this dict."""
@@ -144,6 +145,7 @@ def _say_start(context: Context, launched: float) -> None:
         hosts=list(job.hosts),
         digests={"what": what(recipe), "where": where(recipe), "bits": bits(recipe)},
         versions=versions(),
+        bits=bits_now(context),
         devices=devices,
         stages=[stage.name for stage in recipe.stages],
         launched_s=launched,

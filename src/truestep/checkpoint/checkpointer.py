@@ -3,23 +3,23 @@
 import atexit
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from truestep.checkpoint.catalogue import Committed
+from truestep.checkpoint.catalogue import Committed, Superseded
 from truestep.checkpoint.codec import plan_from_json, plan_to_json
-from truestep.checkpoint.control import Group, KeyValue, Round
+from truestep.checkpoint.control import Group, KeyValue
 from truestep.checkpoint.manifest import plain
+from truestep.checkpoint.pending import Pending, Save, SaveResult
 from truestep.checkpoint.plans import StagedPlanner, owned_plans
 from truestep.checkpoint.staging import Stage, as_they_are
 from truestep.checkpoint.writer import BlockWriter, result_from_json, result_to_json
-from truestep.errors import CheckpointError
+from truestep.errors import CheckpointError, UserError
 from truestep.numerics.pieces import Piece, find_aliases, pieces_of
 from truestep.storage.interface import Store
 
@@ -27,36 +27,8 @@ LAST_WORDS_S = 10.0
 
 
 @dataclass(frozen=True)
-class SaveResult:
-    """How a save ended: `stall_s` in the caller, `total_s` until the commit, bytes of all ranks, or why it failed."""
-
-    step: int
-    ok: bool
-    stall_s: float
-    total_s: float
-    num_bytes: int = 0
-    commit: str = ""
-    manifest_sha256: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Save:
-    """A save under way."""
-
-    step: int
-    stall_s: float
-    future: Future[SaveResult]
-
-    def result(self) -> SaveResult:
-        """Wait for the end. A failed save is a result, not an exception: the run may go on."""
-        return self.future.result()
-
-
-@dataclass(frozen=True)
 class _Job:
-    step: int
-    round: Round
+    pending: Pending
     planner: StagedPlanner
     writer: BlockWriter
 
@@ -89,7 +61,7 @@ class Checkpointer:
         self.group = Group.of(own, rank, world, deadline_s, f"save-{attempt}", stopped)
         self.facts = {"torch": torch.__version__, "world": world, **plain(dict(facts or {}), "facts")}
         self.stage = Stage()
-        self.pending: Future[SaveResult] | None = None
+        self.pending: Pending | None = None
         self.thread: threading.Thread | None = None
         self.results: SimpleQueue[SaveResult] = SimpleQueue()
         atexit.register(self._abandon)
@@ -105,23 +77,28 @@ class Checkpointer:
         """
         began = time.monotonic()
         self.wait()
-        step_round = self.group.round("save")
+        if self.pending is not None and self.pending.given_up:
+            self.stage = Stage()  # a thread that is stuck may still read the old one
+        self.pending = pending = Pending(step, self.group.round("save"), began, None)
+        pending.future.add_done_callback(lambda future: self.results.put(future.result()))
         try:
-            job = self._prepare(step, tensors, extra, asynchronous, step_round)
+            job = self._prepare(pending, tensors, extra, asynchronous)
         except Exception as error:
-            failed = self._failed(step, step_round, error)
-            future = self._start(lambda: failed, began, None)
+            pending.end(self._failed(pending, error))
         else:
             self.store.event("staged")
-            stall_s = time.monotonic() - began
-            future = self._start(lambda: self._run(job), began, stall_s if asynchronous else None)
-        self.pending = future
-        if not asynchronous:
-            future.result()
-        return Save(step, time.monotonic() - began, future)
+            pending.stall_s = time.monotonic() - began if asynchronous else None
+            # In a thread that never keeps a failing process from ending.
+            self.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
+            self.thread.start()
+            if not asynchronous:
+                pending.result()
+        return Save(step, time.monotonic() - began, pending)
 
     def finished(self) -> list[SaveResult]:
         """Results of saves that ended since the last call."""
+        if self.pending is not None and self.pending.overdue:
+            self.pending.give_up()
         found = []
         while True:
             try:
@@ -130,7 +107,7 @@ class Checkpointer:
                 return found
 
     def wait(self) -> None:
-        """Wait until no save is under way."""
+        """Wait until no save is under way: at most until the deadline of the one that is."""
         if self.pending is not None:
             self.pending.result()
 
@@ -159,16 +136,16 @@ class Checkpointer:
 
     def _prepare(
         self,
-        step: int,
+        pending: Pending,
         tensors: Mapping[str, torch.Tensor | Piece],
         extra: dict[str, Any],
         asynchronous: bool,
-        step_round: Round,
     ) -> _Job:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor | Piece):
                 raise CheckpointError(f"{name} is a {type(tensor).__name__}, not a tensor; put plain values into extra")
-        writer = BlockWriter(self.store, Committed(step, self.attempt), self.group.rounds, self.rank, self.block_bytes)
+        committed, serial = Committed(pending.step, self.attempt), self.group.rounds
+        writer = BlockWriter(self.store, committed, serial, self.rank, self.block_bytes, pending.round.check)
         pieces = pieces_of(tensors)
         writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(pieces)
         for name in writer.aliases:
@@ -176,36 +153,22 @@ class Checkpointer:
         parts = {name: piece.local.detach() for name, piece in pieces.items()}
         # Planning looks at nothing but where the pieces lie, so it can wait for the background.
         planner = StagedPlanner(pieces, self.stage.copy(parts) if asynchronous else as_they_are(parts))
-        return _Job(step, step_round, planner, writer)
+        return _Job(pending, planner, writer)
 
-    def _start(self, work: Callable[[], SaveResult], began: float, stall_s: float | None) -> Future[SaveResult]:
-        """Run in a thread that never keeps a failing process from ending. Without a stall of its own, all was stall."""
-        future: Future[SaveResult] = Future()
-
-        def run() -> None:
-            try:
-                result = work()
-                total_s = time.monotonic() - began
-                result = replace(result, total_s=total_s, stall_s=total_s if stall_s is None else stall_s)
-                self.results.put(result)
-                future.set_result(result)
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        self.thread.start()
-        return future
-
-    def _run(self, job: _Job) -> SaveResult:
+    def _run(self, job: _Job) -> None:
         """The background part; every failure becomes a result and a message to the other ranks."""
+        pending = job.pending
         try:
-            verdict = self._write(job)
+            result = SaveResult(pending.step, True, commit=job.writer.committed.key, **self._write(job))
         except Exception as error:
-            return self._failed(job.step, job.round, error)
-        return SaveResult(job.step, True, 0.0, 0.0, commit=job.writer.committed.key, **verdict)
+            result = self._failed(pending, error)
+        except BaseException as error:
+            pending.future.set_exception(error)
+            return
+        pending.end(result)
 
     def _write(self, job: _Job) -> dict[str, Any]:
-        talk, writer, planner, event = job.round, job.writer, job.planner, self.store.event
+        talk, writer, planner, event = job.pending.round, job.writer, job.planner, self.store.event
         proposal = writer.prepare_local_plan(planner.create_local_plan())
         items = plan_to_json(proposal)
         talk.post(f"plan/{self.rank}", {"items": items, "copies": planner.copies, "aliases": writer.aliases})
@@ -214,7 +177,9 @@ class Checkpointer:
             metadata = self._assign(job)
         plan = planner.finish_plan(plan_from_json(talk.take_once(f"assign/{self.rank}")))
         event("part assigned")
-        talk.post(f"report/{self.rank}", result_to_json(writer.write_data(plan, planner).wait()))
+        results = writer.write_data(plan, planner).wait()
+        talk.check()  # given up meanwhile: the caller may have changed what was written
+        talk.post(f"report/{self.rank}", result_to_json(results))
         event("report sent")
         if self.rank == 0:
             writer.finish(metadata, [result_from_json(rows) for rows in talk.gather("report")])
@@ -225,7 +190,7 @@ class Checkpointer:
     def _assign(self, job: _Job) -> Metadata:
         """Rank 0: merge all plans (what several ranks hold goes to one of those that have least to write), check that
         they cover every tensor, give them out."""
-        proposals = job.round.gather("plan")
+        proposals = job.pending.round.gather("plan")
         plans = [plan_from_json(proposal["items"]) for proposal in proposals]
         for proposal in proposals:
             job.writer.aliases.update(proposal["aliases"])
@@ -238,14 +203,15 @@ class Checkpointer:
         plans = owned_plans(job.writer.prepare_global_plan(plans), [proposal["copies"] for proposal in proposals])
         plans, metadata = job.planner.create_global_plan(plans)
         for rank, plan in enumerate(plans):
-            job.round.post(f"assign/{rank}", plan_to_json(plan))
+            job.pending.round.post(f"assign/{rank}", plan_to_json(plan))
         self.store.event("parts assigned")
         return metadata
 
-    def _failed(self, step: int, step_round: Round, error: Exception) -> SaveResult:
-        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    def _failed(self, pending: Pending, error: Exception) -> SaveResult:
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        text, superseded = " ".join(text.split()), isinstance(error, Superseded)
         try:
-            step_round.fail(text)
+            pending.round.fail(text, superseded)
         except RuntimeError as lost:
             text = f"{text}; the other ranks could not be told ({lost})"
-        return SaveResult(step, False, 0.0, 0.0, error=text)
+        return SaveResult(pending.step, False, error=text, superseded=superseded)

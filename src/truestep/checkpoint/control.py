@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from truestep.checkpoint.catalogue import Superseded
 from truestep.errors import CheckpointError
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.001, 0.25
@@ -131,23 +132,32 @@ class Round:
     def post(self, key: str, value: Any) -> None:
         self.group.kv.set(f"{self.name}/{key}", json.dumps(value))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, superseded: bool = False) -> None:
         """Tell the others to abandon this round."""
-        self.post("failed", f"rank {self.group.rank}: {reason}")
+        self.post("failed", {"reason": f"rank {self.group.rank}: {reason}", "superseded": superseded})
+
+    def check(self) -> None:
+        """Abandoned (or Superseded) if a rank failed, the deadline has passed or the process is ending."""
+        kv = self.group.kv
+        if kv.check([f"{self.name}/failed"]):
+            failed = json.loads(kv.get(f"{self.name}/failed"))
+            raise (Superseded if failed["superseded"] else Abandoned)(failed["reason"])
+        if time.monotonic() > self.deadline:
+            raise Abandoned(f"it took longer than {self.group.deadline_s:g} s")
+        if self.group.stopped.is_set():
+            raise Abandoned("this process is ending, or another one is gone")
 
     def take(self, key: str) -> Any:
-        """Wait for a message; Abandoned if a rank failed or the deadline passed.
+        """Wait for a message; Abandoned (or Superseded) if a rank failed or the deadline passed.
 
         Polls with growing pauses: c10d stores cannot wait for either of two keys, nor time out in silence.
         """
         kv, wait_s = self.group.kv, SHORTEST_WAIT_S
         while not kv.check([f"{self.name}/{key}"]):
-            if kv.check([f"{self.name}/failed"]):
-                raise Abandoned(json.loads(kv.get(f"{self.name}/failed")))
-            if time.monotonic() > self.deadline:
+            if time.monotonic() > self.deadline and not kv.check([f"{self.name}/failed"]):
                 raise Abandoned(f"no answer ({self.name}/{key}) within {self.group.deadline_s:g} s")
-            if self.group.stopped.wait(wait_s):
-                raise Abandoned("this process is ending, or another one is gone")
+            self.check()
+            self.group.stopped.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return json.loads(kv.get(f"{self.name}/{key}"))
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ SMALLEST_BLOCK = 64 << 10
 BLOCKS_A_CHUNK = 64
 
 
+def always_wanted() -> None:
+    """Nobody gives the save up."""
+
+
 def block_size(num_bytes: int, block_bytes: int) -> int:
     """Bytes that one digest covers in a chunk: at most `block_bytes`, smaller in small chunks.
 
@@ -33,10 +37,20 @@ def block_size(num_bytes: int, block_bytes: int) -> int:
 
 
 class BlockWriter(StorageWriter):
-    """Writes one save of one rank. Object names hold step, epoch, serial and rank, so none is ever used twice."""
+    """Writes one save of one rank. Object names hold step, epoch, serial and rank, so none is ever used twice. `check`
+    raises if the save has been given up; it is called last before the commit."""
 
-    def __init__(self, store: Store, committed: Committed, serial: int, rank: int, block_bytes: int):
+    def __init__(
+        self,
+        store: Store,
+        committed: Committed,
+        serial: int,
+        rank: int,
+        block_bytes: int,
+        check: Callable[[], None] = always_wanted,
+    ):
         self.store, self.committed, self.rank, self.block_bytes = store, committed, rank, block_bytes
+        self.check = check
         self.folder = f"steps/{committed.step:012d}-{committed.epoch:06d}-{serial:04d}"
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, Any] = {}
@@ -115,6 +129,7 @@ class BlockWriter(StorageWriter):
         data, key = self.manifest.to_bytes(), f"{self.folder}/manifest.json"
         self.manifest_sha256 = hashlib.sha256(data).hexdigest()
         self.store.put(key, data)
+        self.check()
         commit(self.store, self.committed, key, self.manifest_sha256)
 
     def _manifest(self, metadata: Metadata, results: list[WriteResult]) -> Manifest:

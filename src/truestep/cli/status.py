@@ -72,5 +72,33 @@ def _rows(now: "Status") -> list[tuple[str, str]]:
     if now.saved is not None and now.saved_age_s is not None:
         saved = f"step {now.saved.step:,} of {now.saved.stage}, {duration(now.saved_age_s)} ago"
     failures = f"; the last {now.failed_saves} failed" if now.failed_saves else ""
-    rows += [("checkpoint", saved + failures), ("last record", f"{duration(now.age_s)} ago")]
+    rows.append(("checkpoint", saved + failures))
+    return rows + _safety(now) + [("last record", f"{duration(now.age_s)} ago")]
+
+
+def _safety(now: "Status") -> list[tuple[str, str]]:
+    """Goodput, drills, and what was found wrong so far."""
+    from truestep.ledger.incidents import where, words
+    from truestep.ledger.words import duration, show
+
+    found, rows = now.incidents, list[tuple[str, str]]()
+    if now.goodput is not None:
+        times = now.goodput.failures
+        failed = f", {times} failure{'s' if times != 1 else ''}" if times else ""
+        rows.append(("goodput", f"{show(now.goodput.goodput)}, ETTR {show(now.goodput.ettr)}{failed}"))
+    if found.drill_every_s == 0:
+        rows.append(("drills", "OFF: no restore is tried out (checkpoint.drill_every)"))
+    elif found.drilled is not None:
+        age = "" if now.drilled_age_s is None else f", {duration(now.drilled_age_s)} old"
+        rows.append(("drilled", f"the checkpoint of {where(found.drilled.event)}{age}: {words(found.drilled.event)}"))
+    elif found.drill_every_s is not None:
+        rows.append(("drilled", "no checkpoint yet"))
+    if found.skipped:
+        rows.append(("skipped", f"{found.skipped} update{'s' if found.skipped != 1 else ''} left out"))
+    if found.quarantined:
+        rows.append(("quarantined", ", ".join(found.quarantined)))
+    if found.faults:
+        last = found.faults[-1]
+        ago = duration(max(0.0, now.now_s - last.time_s))
+        rows.append(("faults", f"{len(found.faults)}; the last, {ago} ago: {words(last.event)} ({where(last.event)})"))
     return rows

@@ -11,10 +11,14 @@ from statistics import median
 from typing import Literal
 
 from truestep.errors import LogError
+from truestep.ledger.goodput import Goodput, goodput
+from truestep.ledger.history import collect
+from truestep.ledger.incidents import Incidents, incidents
 from truestep.runlog.log import LogReader, is_locked, segments
 from truestep.runlog.records import (
     AttemptEnd,
     AttemptStart,
+    Drill,
     Eval,
     Gate,
     Record,
@@ -57,9 +61,13 @@ class Status:
     saved: Save | None = None
     saved_age_s: float | None = None
     failed_saves: int = 0  # in a row, up to now
+    goodput: Goodput | None = None
+    incidents: Incidents = field(default_factory=Incidents)
+    drilled_age_s: float | None = None  # of the newest checkpoint that a drill found good
     gates: dict[str, Gate] = field(default_factory=dict)
     time_left_s: float | None = None  # of this stage, while it runs
     age_s: float = 0.0  # of the newest record
+    now_s: float = 0.0  # Unix time at which this was seen
     remarks: list[str] = field(default_factory=list)
 
 
@@ -128,10 +136,14 @@ class _Reading:
 def status(run_dir: Path | str, now_s: float | None = None) -> Status:
     """Read the run's log (verified on the way). LogError: no run directory, an empty or an altered log."""
     now_s = time.time() if now_s is None else now_s
-    reader, reading = LogReader(run_dir), _Reading(Status(run=Path(run_dir).resolve().name))
-    for record in reader.records():
+    reader, reading = LogReader(run_dir), _Reading(Status(run=Path(run_dir).resolve().name, now_s=now_s))
+    records = list(reader.records())
+    for record in records:
         reading.take(record, now_s)
     found = reading.found
+    found.goodput, found.incidents = goodput(collect(records)), incidents(records)
+    if found.incidents.drilled is not None:
+        found.drilled_age_s = _drilled_age(records, found.incidents.drilled.event, now_s)
     if reading.process is None:
         raise LogError(f"{Path(run_dir) / 'log'} has no records: the run has not begun; start it with `truestep run`")
     found.remarks = reader.remarks
@@ -142,12 +154,23 @@ def status(run_dir: Path | str, now_s: float | None = None) -> Status:
     return found
 
 
+def _drilled_age(records: Sequence[Record], drill: Drill, now_s: float) -> float | None:
+    """Age of the checkpoint itself, not of the drill."""
+    saved = [
+        r.time_s
+        for r in records
+        if isinstance(r.data, Save) and (r.data.stage, r.data.step) == (drill.stage, drill.step)
+    ]
+    return now_s - saved[-1] if saved else None
+
+
 def _judge(found: Status, end: AttemptEnd | None, process: Segment, newest: Path, recent: Sequence[Step]) -> None:
     """Running, or how it ended."""
     if end is not None:
-        states: dict[str, State] = {"finished": "finished", "stopped": "stopped", "gate": "stopped", "failed": "failed"}
+        states: dict[str, State] = {"finished": "finished", "stopped": "stopped", "gate": "stopped"}
         words = {"finished": "all stages are done", "stopped": "stopped in order", "gate": "a gate did not pass"}
-        found.state, found.reason = states[end.reason], end.reason
+        words["again"] = "ended because of a fault, to be started again"
+        found.state, found.reason = states.get(end.reason, "failed"), end.reason
         found.says = end.error or words.get(end.reason, "the attempt failed")
         return
     alive = _alive(process, newest)

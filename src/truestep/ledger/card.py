@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from truestep.errors import LogError
 from truestep.files import publish, writing
+from truestep.ledger.card_faults import fault_facts
 from truestep.ledger.card_text import card_text
 from truestep.ledger.checks import check_stage
 from truestep.ledger.figure import Figure, missing
@@ -53,6 +54,7 @@ def build_card(run_dir: Path | str, stage: str, records: int | None = None) -> d
         "evaluation": _evaluation(history.records, stage),
         "compute": {key: figure.to_json() for key, figure in totals.figures.items() if key not in ("money", "wall")},
         "time": _time(totals),
+        "faults": fault_facts(history),
         "energy": _energy(spans),
         "money": {"cost": totals.figures["money"].to_json()},
         "lineage": _lineage(history, stage, start),

@@ -19,8 +19,8 @@ def card_text(card: dict[str, Any]) -> str:
         _samples(card["samples"]),
         _data(card["data"]),
     ]
-    parts += [_model(card), _compute(card), _time(card["time"]), _attempts(card["attempts"]), _energy(card)]
-    parts += [_lineage(card), _proof(card)]
+    parts += [_model(card), _compute(card), _time(card["time"]), _attempts(card["attempts"]), _faults(card["faults"])]
+    parts += [_energy(card), _lineage(card), _proof(card)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -185,6 +185,25 @@ def _attempts(attempts: list[dict[str, Any]]) -> str:
         rows.append([f"{attempt['attempt']} ({attempt['end']})", devices, *figures])
     header = ["attempt", "devices", "new steps", "new tokens", "wall time", "device-hours", "goodput"]
     return f"## Attempts\n\n{_table(header, rows, 'llrrrrr')}"
+
+
+def _faults(faults: dict[str, Any]) -> str:
+    drills = faults["drills"]
+    off = " ⚠️ restores of this run were not tried out" if drills["state"] == "OFF" else ""
+    rows = [
+        [
+            "goodput of the run",
+            f"{_show(faults['goodput'])}, with saves at the best interval {_show(faults['ideal_goodput'])}",
+        ],
+        ["ETTR", _show(faults["ettr"])],
+        ["failures", _plain(faults["failures"])],
+        ["found wrong", ", ".join(f"{_plain(n)} {kind}" for kind, n in faults["found"].items()) or "nothing"],
+        ["updates skipped", _plain(faults["skipped"])],
+        ["hosts in quarantine", ", ".join(faults["quarantined"]) or "none"],
+        ["drills", f"{drills['state']}{off}"],
+        ["newest drilled checkpoint", _show(drills["newest"])],
+    ]
+    return f"## Faults\n\n{_table(['', ''], rows, 'll')}\n\nETTR: {faults['ettr']['method']}."
 
 
 def _energy(card: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from truestep.ledger.history import Attempt, History
 from truestep.ledger.ledger import DATA_WAIT, EVALUATION, OTHER, PRODUCTIVE, RESTART, REWORK, STALL, STARTUP
-from truestep.runlog.records import AttemptEnd, Decision, Eval, Fault, Member, Phase, Record, Save, Step
+from truestep.runlog.records import AttemptEnd, Decision, Drill, Eval, Fault, Member, Phase, Record, Save, Step
 
 DETECTION, IDLE = "detection", "idle"
 _RECENT = 4096  # gaps that are looked at for time that a later record tells of
@@ -79,7 +79,7 @@ def timeline(history: History) -> Timeline:
 
 def event_time(record: Record) -> float:
     """When what a record tells happened: events from outside the workers say so themselves."""
-    at_s = record.data.at_s if isinstance(record.data, Fault | Decision | Member) else None
+    at_s = record.data.at_s if isinstance(record.data, Fault | Decision | Member | Drill) else None
     return record.time_s if at_s is None else at_s
 
 

@@ -33,6 +33,7 @@ class AttemptStart:
     stages: list[str] = field(default_factory=list)  # names, in the recipe's order
     hosts: list[str] = field(default_factory=list)  # of each rank
     bits: dict[str, Any] = field(default_factory=dict)  # all that the last bits of a result depend on
+    drill_every_s: float | None = None  # 0: restores are not drilled
     launched_s: float | None = None  # Unix time at which the command was given; else the time of this record counts
     price_per_device_hour: float | None = None
     currency: str | None = None

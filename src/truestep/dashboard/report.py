@@ -9,6 +9,8 @@ import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from truestep.dashboard.bands import bands
+from truestep.dashboard.faults import event_rows, section_tables
 from truestep.dashboard.overlap import overlap_views
 from truestep.dashboard.plots import Curves, Plot, plots, resumed_at
 from truestep.dashboard.status import Status, status
@@ -16,30 +18,21 @@ from truestep.errors import LogError
 from truestep.files import publish, writing
 from truestep.ledger.checks import Check, check_stage
 from truestep.ledger.figure import NOT_RECORDED
+from truestep.ledger.goodput import Goodput, goodput
 from truestep.ledger.history import History, collect, standing_steps
+from truestep.ledger.incidents import incidents
 from truestep.ledger.ledger import Account, Ledger, build_ledger
 from truestep.ledger.words import bare, count, duration, flat, power_of_ten, show
 from truestep.runlog.log import read, verify
 from truestep.runlog.metrics import read_metrics
 from truestep.runlog.records import Data, Eval, Gate, Memory, Model, Note, Profile, Sample, Yardstick
 
-COLOURS = {
-    "productive": "#2563eb",
-    "data wait": "#f59e0b",
-    "rework": "#dc2626",
-    "checkpoint stall": "#a855f7",
-    "evaluation": "#059669",
-    "start-up": "#64748b",
-    "restart": "#94a3b8",
-    "other": "#cbd5e1",
-}
-MORE_COLOURS = ["#0891b2", "#84cc16", "#db2777", "#7c3aed", "#b45309", "#0f766e"]
 COLUMNS = {
     "steps": "steps",
     "tokens": "tokens",
     "tokens_repeated": "repeated",
     "wall": "wall time",
-    "goodput": "goodput",
+    "goodput": "goodput in attempts",
     "device_hours": "device-hours",
     "flops_causal": "FLOPs (causal)",
     "mfu_causal": "MFU (causal)",
@@ -78,6 +71,7 @@ def render(run_dir: Path | str) -> str:
     """The page as text."""
     now, history = status(run_dir), collect(read(run_dir))
     ledger, verified = build_ledger(history), verify(run_dir)
+    whole, found = goodput(history), incidents(history.records)
     remarks = list(verified.remarks)
     rows = _shard_rows(run_dir, remarks)
     views = [_stage(history, ledger, name, rows) for name in history.stages()]
@@ -86,9 +80,12 @@ def render(run_dir: Path | str) -> str:
     )
     return environment.get_template("report.html.j2").render(
         now=now,
-        tiles=_tiles(now, ledger),
+        tiles=_tiles(now, ledger, whole),
         stages=views,
-        bars=_bars(ledger),
+        time=bands(whole, found.events),
+        events=event_rows(found.events, history.attempts[0].begin_s),
+        safety=_safety(now),
+        sections=section_tables(found),
         overlaps=overlap_views(r.data for r in history.records if isinstance(r.data, Profile)),
         columns=list(COLUMNS.values()),
         rows=_rows(ledger),
@@ -171,7 +168,7 @@ def _memory(used: Memory) -> list[tuple[str, str]]:
     return facts
 
 
-def _tiles(now: Status, ledger: Ledger) -> list[tuple[str, str, str]]:
+def _tiles(now: Status, ledger: Ledger, whole: Goodput) -> list[tuple[str, str, str]]:
     """(title, figure, what it is) at the top of the page."""
     figures = ledger.total.figures
     last = now.held_out
@@ -189,38 +186,26 @@ def _tiles(now: Status, ledger: Ledger) -> list[tuple[str, str, str]]:
         ("tokens", count(figures["tokens"].number() or 0), f"in {show(figures['steps'])}"),
         ("speed", NOT_RECORDED if now.tokens_per_s is None else count(now.tokens_per_s), "tokens/s, last steps"),
         ("MFU", show(figures["mfu_causal"]), "in steps, causal"),
-        ("goodput", show(figures["goodput"]), "productive share of time"),
+        ("goodput", show(whole.goodput), f"ETTR {show(whole.ettr)}, best schedule {show(whole.ideal)}"),
         ("compute", _flops(figures["flops_causal"].number()), "FLOP, causal"),
         ("cost", show(figures["money"]), "declared price"),
     ]
 
 
+def _safety(now: Status) -> list[tuple[str, str]]:
+    """What is known of how safe the run is."""
+    found, drills = now.incidents, "not recorded"
+    if found.drill_every_s is not None:
+        drills = f"every {duration(found.drill_every_s)}" if found.drill_every_s else "OFF"
+    newest = "none" if now.drilled_age_s is None else f"{duration(now.drilled_age_s)} old"
+    facts = [("drills", drills), ("newest drilled checkpoint", newest), ("updates skipped", f"{found.skipped:,}")]
+    if now.goodput is not None:
+        facts.insert(0, ("failures", str(now.goodput.failures)))
+    return [*facts, ("hosts in quarantine", ", ".join(found.quarantined) or "none")]
+
+
 def _flops(value: float | None) -> str:
     return NOT_RECORDED if value is None else power_of_ten(value)
-
-
-def _bars(ledger: Ledger) -> list[dict[str, Any]]:
-    """A bar of phases for each attempt, as wide as its share of the longest attempt."""
-    names = dict.fromkeys(name for account in ledger.attempts.values() for name in account.phases_s)
-    extra = [name for name in names if name not in COLOURS]
-    colours = COLOURS | {name: MORE_COLOURS[i % len(MORE_COLOURS)] for i, name in enumerate(extra)}
-    longest = max((account.value("wall") or 0.0 for account in ledger.attempts.values()), default=0.0)
-    return [_bar(account, colours, longest) for account in ledger.attempts.values()]
-
-
-def _bar(account: Account, colours: dict[str, str], longest_s: float) -> dict[str, Any]:
-    wall_s = account.value("wall") or 0.0
-    phases = sorted(((n, s) for n, s in account.phases_s.items() if s > 5e-4 * wall_s), key=lambda item: -item[1])
-    parts = [
-        {"name": name, "time": duration(s), "percent": 100 * s / max(wall_s, s), "colour": colours[name]}
-        for name, s in phases
-    ]
-    return {
-        "title": account.title,
-        "time": duration(wall_s),
-        "percent": 100 * wall_s / longest_s if longest_s else 0,
-        "parts": parts,
-    }
 
 
 def _rows(ledger: Ledger) -> list[dict[str, Any]]:

@@ -112,6 +112,17 @@ class Loader:
             )
         self._set_skip([*self.skipped, (start, stop)])
 
+    def go_back(self, state: dict[str, Any], left_out: tuple[int, int] | None = None) -> int:
+        """Take over a state of before; returns the next trained row. What is left out by now stays left out, and global
+        rows `left_out`, from the first to before the last, are too, as far as they lie ahead."""
+        ranges = [*self.skipped, *([left_out] if left_out else [])]
+        next_row = self.restore(state)
+        ahead = int(self.global_rows(next_row, next_row + 1)[0])
+        for start, stop in ranges:
+            if stop > ahead:
+                self.skip(max(start, ahead), stop, next_row)
+        return next_row
+
     def state(self, next_row: int) -> dict[str, Any]:
         """What a checkpoint holds: trained rows [0, next_row) are done."""
         return {"next_row": next_row, "skipped": [list(r) for r in self.skipped], "fingerprint": self.fingerprint}

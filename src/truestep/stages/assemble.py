@@ -20,10 +20,12 @@ from truestep.models.hf import load_hf, read_section
 from truestep.models.hub import fetch, is_hub_id
 from truestep.models.load import require_own_module, tensors_of
 from truestep.numerics.pieces import Piece
+from truestep.parallel.apply import Fill
 from truestep.parallel.mesh import Limits
 from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
+from truestep.sentinel.spikes import SpikeWatch
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.measure import measure_precision
@@ -49,16 +51,19 @@ class Start:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a stage trains with. `precision`: the compute dtype. `start`: None for fresh weights. `measure(whole)`: the
-    held-out figures of the model as it is, if the stage has a held-out text."""
+    """What a stage trains with. `precision`: the compute dtype. `start`: None for fresh weights; `fill` gives the model
+    its first ones, `first` is the rest of the state before the first step. `measure(whole)`: the held-out figures of
+    the model as it is, if the stage has a held-out text."""
 
     stage: Stage
     schedule: BatchSchedule
     start: Start | None
+    fill: Fill
     corpora: Corpora
     section: ModelSection
     precision: str
     state: TrainState
+    first: dict[str, Any]
     loader: Loader
     measure: Callable[[bool], HeldOut] | None
 
@@ -97,10 +102,11 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     model = build_model(section, section.vocab_size)
     check_fit(stage, section, model)
     names = list(tensors_of(model))
+    fill = partial(load_into, start.directory, names) if start else partial(first_weights, recipe.run.seed)
     state = build(
         stage,
         model,
-        partial(load_into, start.directory, names) if start else partial(first_weights, recipe.run.seed),
+        fill,
         job=context.job,
         machine=machine,
         precision=precision,
@@ -112,7 +118,9 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
     loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
-    return Parts(stage, schedule, start, corpora, section, precision, state, loader, measure)
+    state.spikes = SpikeWatch(recipe.sentinel.spikes)
+    state.loader = loader.state(0)
+    return Parts(stage, schedule, start, fill, corpora, section, precision, state, state.extra(), loader, measure)
 
 
 def digests(parts: Parts, **options: Any) -> Digests:

@@ -4,13 +4,14 @@ from dataclasses import asdict
 
 from truestep.plan.interval import Interval
 from truestep.recipe.stage import Stage
-from truestep.runlog.log import read
 from truestep.runlog.digests import DigestLog
+from truestep.runlog.log import read
 from truestep.stages.assemble import assemble, digests
 from truestep.stages.context import Context
 from truestep.stages.finish import Finished, finish
 from truestep.stages.opening import say_idle, say_start
 from truestep.stages.resume import open_checkpoints, resume
+from truestep.stages.rollback import StageRewinder
 from truestep.train.loop import Loop
 from truestep.train.profile import StepProfiler
 
@@ -45,6 +46,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
         interval=_interval(context),
+        rewinder=StageRewinder(context, parts, feed, checkpointer),
         profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
     )
     parts.corpora.record(context)
@@ -52,7 +54,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     with feed:
         outcome = loop.run()
     context.progress.close()
-    checkpointer.close()
+    loop.saves.checkpointer.close()
     loop.metrics.flush()
     if rows:
         rows.close()

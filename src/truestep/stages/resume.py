@@ -1,11 +1,12 @@
 """A stage's checkpoints: the store is opened, fenced off from earlier attempts, and the newest sound one taken up."""
 
 import platform
+from math import inf
 from typing import Any
 
 import torch
 
-from truestep.checkpoint.catalogue import begin_epoch
+from truestep.checkpoint.catalogue import begin_epoch, list_committed
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load_newest
@@ -19,13 +20,19 @@ from truestep.storage.store import open_store
 from truestep.train.state import TrainState
 
 
-def open_checkpoints(context: Context, stage: Stage) -> Checkpointer:
-    """The stage's store of checkpoints, fenced off from earlier attempts."""
+def open_checkpoints(context: Context, stage: Stage, again: int = 0, last_step: float = inf) -> Checkpointer:
+    """The stage's store of checkpoints, fenced off from earlier attempts, and, the `again`-th time that it is opened in
+    this one, from what was saved so far. Checkpoints of steps after `last_step` no longer count."""
     recipe, job, settings = context.recipe, context.job, context.recipe.checkpoint
     store = open_store(checkpoint_place(recipe, context.run_dir, stage.name), settings.storage_options)
+
+    def begin() -> int:
+        late = [committed.key for committed in list_committed(store) if committed.step > last_step]
+        return begin_epoch(store, late).number
+
     checkpointer = Checkpointer(
         store,
-        attempt=job.agree(f"epoch/{stage.name}", lambda: begin_epoch(store).number),
+        attempt=job.agree(f"epoch/{stage.name}/{again}", begin),
         rank=job.rank,
         world=job.world,
         kv=job.store,

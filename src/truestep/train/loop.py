@@ -47,7 +47,7 @@ class Rewinder(Protocol):
         """Close the present checkpoints and let none of a later step count any more."""
         ...
 
-    def go_back(self, checkpointer: Checkpointer, left_out: tuple[int, int] | None) -> list[int]:
+    def go_back(self, left_out: tuple[int, int] | None) -> list[int]:
         """Restore state, loader and feed from the newest checkpoint that counts, or as they were at the beginning.
         `left_out`: steps whose rows are not read again; returns those rows, from the first to before the last."""
         ...
@@ -169,7 +169,7 @@ class Loop:
             for host in hosts:
                 self.record.decision(Decision(action="quarantine", reason=reason, step=step, host=host))
             raise Again(reason, hosts)
-        rows = self.rewinder.go_back(self.saves.checkpointer, left_out)
+        rows = self.rewinder.go_back(left_out)
         if left_out:
             state.spikes.rolled_back(state.step, skips, rollbacks)
         if self.interval is not None:

@@ -41,10 +41,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Bands:
-    """`legend`: kind, colour, time and share of the whole run. `left_out`: attempts too many to show."""
+    """`legend`: kind, colour, and time with its share of all time but idle. `left_out`: attempts too many to show."""
 
     bands: list[Band]
-    legend: list[tuple[str, str, str, float]]
+    legend: list[tuple[str, str, str]]
     left_out: int
 
 
@@ -56,11 +56,11 @@ def bands(whole: Goodput, events: Sequence[Incident[Event]]) -> Bands:
     longest_s = max((_wanted_s(line) for line in shown), default=0.0)
     found = [_band(line, whole.of(line), colours, longest_s, events) for line in shown if line.pieces]
     kinds = [*KINDS, *extra]
-    legend = [
-        (kind, colours[kind], duration(whole.seconds[kind]), 100 * whole.seconds[kind] / whole.wall_s)
-        for kind in kinds
-        if whole.seconds[kind] > 0
-    ]
+    wanted_s = whole.wall_s - whole.seconds[IDLE]
+    legend = []
+    for kind, seconds in ((kind, whole.seconds[kind]) for kind in kinds if whole.seconds[kind] > 0):
+        share = "" if kind == IDLE else f", {100 * seconds / wanted_s:.1f} %"
+        legend.append((kind, colours[kind], duration(seconds) + share))
     return Bands(found, legend, len(whole.lines) - len(shown))
 
 

@@ -94,13 +94,17 @@ def words(event: Event) -> str:
     if isinstance(event, Decision):
         back = "" if event.to_step is None else f" to step {event.to_step:,}"
         out = "" if not event.left_out else f", rows {event.left_out[0]:,} to {event.left_out[1] - 1:,} left out"
-        world = "" if event.world is None else f", {event.world} processes from here on"
+        world = "" if event.world is None else f", {_processes(event.world)} from here on"
         return f"{event.action}{back}{out}{world}: {event.reason}"
     if isinstance(event, Member):
-        processes = "" if event.processes is None else f" with {event.processes} processes"
+        processes = "" if event.processes is None else f" with {_processes(event.processes)}"
         return event.event + processes
     if isinstance(event, Drill):
-        how = f"{event.level} on {event.world} processes" if event.world else event.level
+        how = f"{event.level} on {_processes(event.world)}" if event.world else event.level
         steps = f", {event.steps} steps repeated" if event.steps else ""
         return f"{how}{steps}: {'good' if event.ok else event.text}"
     return f"update left out: {event.reason}"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process" + ("" if count == 1 else "es")

@@ -7,7 +7,7 @@ raises UserError. Torch is imported only by what trains or generates.
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,9 @@ from truestep.recipe.load import load
 from truestep.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
+    from truestep.cli.again import Replayed
     from truestep.dashboard.status import Status
+    from truestep.stages.replay import Outcome
 
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -44,8 +46,8 @@ class RunOutcome:
 
 
 def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
-    """Carry out a recipe, or go on with it where it was interrupted. Starts and supervises `machine.processes` ranks, or
-    joins the job of torchrun or srun. Writes report.html into the run's directory."""
+    """Carry out a recipe, or go on with it where it was interrupted. Starts and supervises `machine.processes` ranks,
+    or joins the job of torchrun or srun. Writes report.html into the run's directory."""
     resolved = load(recipe, list(overrides))
     here = place(os.environ)
     die_with_launcher()
@@ -72,6 +74,24 @@ def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> Recipe:
 def show(recipe: RecipeLike, overrides: Sequence[str] = ()) -> str:
     """The resolved recipe as TOML with types in comments; it can be run again."""
     return dump(load(recipe, list(overrides)))
+
+
+def replay(
+    run_dir: str | os.PathLike[str],
+    first: int,
+    last: int,
+    *,
+    stage: str | None = None,
+    processes: int = 0,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    say: Callable[["Outcome"], None] | None = None,
+) -> "Replayed | None":
+    """Do steps [first, last] of a run again and compare every bit with its log; what came of it, None on ranks of a job
+    other than the first. `say` is told more where it is found, `out` is a file for that as JSON."""
+    from truestep.cli.again import replay as do
+
+    return do(Path(run_dir), first, last, stage, processes, list(overrides), out, say)
 
 
 def status(run_dir: str | os.PathLike[str]) -> "Status":

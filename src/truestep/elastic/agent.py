@@ -6,7 +6,7 @@ same orders and events go over a wire (truestep.elastic.wire). Both are mappings
     start    serial, ranks [{rank, host}], world, node, nodes, address, port, variables, regroup
     signal   number, ranks (None: all)
     ended    serial, rank, code         a worker ended
-    waiting  serial, rank, why, again, without      a worker left its group and waits for a new one
+    waiting  serial, rank, why          a worker left its broken group and waits for a new one
     beat     port (free for the next group), rows (of the counters), now_ns
 """
 
@@ -80,8 +80,7 @@ class Agent:
         for worker in self._workers.values():
             said = worker.door.knocked() if worker.door is not None else None
             if said is not None and worker.serial is not None:
-                left = {name: said[name] for name in ("why", "again", "without")}
-                told.append({"is": "waiting", "serial": worker.serial, "rank": worker.rank} | left)
+                told.append({"is": "waiting", "serial": worker.serial, "rank": worker.rank, "why": said["why"]})
         return told
 
     def beat(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 GATE, REFUSED, AGAIN, CRASHED, GONE = 1, 2, 75, 70, 255
-"""CRASHED is the exit code of an exception that nobody expected, GONE stands for that of a worker that is gone without a
-word; other codes and signals are crashes too."""
+"""CRASHED is the exit code of an exception that nobody expected, GONE stands for that of a worker that is gone without
+a word; other codes and signals are crashes too."""
 Kind = Literal["ended", "gate", "refused", "again", "broken"]
 
 
@@ -28,12 +28,12 @@ class Fault:
 
 @dataclass
 class Attempt:
-    """The ranks of one start. Every rank is told of once: ended, waiting, or lost with its host. `echoes` are ranks that
-    ended only because somebody made them: they prove nothing."""
+    """The ranks of one start. Every rank is told of once: ended, waiting, or lost with its host. `echoes` are ranks
+    that ended only because somebody made them: they prove nothing."""
 
     hosts: list[str]  # of each rank
     ended: dict[int, int] = field(default_factory=dict)  # rank -> exit code
-    waiting: dict[int, bool] = field(default_factory=dict)  # rank -> whether all left on purpose (`Again`)
+    waiting: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
     echoes: set[int] = field(default_factory=set)
     fault: Fault | None = None
@@ -45,7 +45,7 @@ class Attempt:
     @property
     def running(self) -> set[int]:
         """Ranks of which nothing was heard yet."""
-        return set(range(self.world)) - self.ended.keys() - self.waiting.keys() - self.lost
+        return set(range(self.world)) - self.ended.keys() - self.waiting - self.lost
 
     @property
     def settled(self) -> bool:
@@ -57,20 +57,20 @@ class Attempt:
         return bool(self.waiting or self.lost or any(code != 0 for code in self.ended.values()))
 
     def end(self, rank: int, code: int, at_s: float) -> None:
-        """A worker ended with an exit code (negative: by that signal). torchrun sends SIGTERM to the others once one has
-        failed, so that signal proves nothing then."""
+        """A worker ended with an exit code (negative: by that signal). torchrun sends SIGTERM to the others once one
+        has failed, so that signal proves nothing then."""
         if code == -signal.SIGTERM and self.disturbed:
             self.echoes.add(rank)
-        self.waiting.pop(rank, None)
+        self.waiting.discard(rank)
         self.ended[rank] = code
         if crash(code) and rank not in self.echoes:
             text = f"rank {rank} on host {self.hosts[rank]} {how(code)}"
             self._blame(Fault("exit", text, at_s, rank, self.hosts[rank], code))
 
-    def wait(self, rank: int, why: str, again: bool, at_s: float) -> None:
-        """A worker left its group, and waits for orders: because that broke, or because all do so together."""
+    def wait(self, rank: int, why: str, at_s: float) -> None:
+        """A worker's group broke, and it waits for orders."""
         if rank not in self.ended:
-            self.waiting[rank] = again
+            self.waiting.add(rank)
             self._blame(Fault("exit", why, at_s))
 
     def lose(self, host: str, why: str, at_s: float) -> None:
@@ -78,8 +78,7 @@ class Attempt:
         ranks = {rank for rank, name in enumerate(self.hosts) if name == host} - self.ended.keys()
         if ranks:
             self.lost |= ranks
-            for rank in ranks:
-                self.waiting.pop(rank, None)
+            self.waiting -= ranks
             self._blame(Fault("lost", f"host {host} {why}", at_s, min(ranks) if len(ranks) == 1 else None, host))
 
     def hang(self, rank: int, text: str, at_s: float) -> None:
@@ -103,7 +102,7 @@ class Attempt:
         codes = {code for rank, code in self.ended.items() if rank not in self.echoes}
         if self.lost or any(map(crash, codes)) or (self.fault is not None and self.fault.kind == "hang"):
             return "broken"
-        if AGAIN in codes or any(self.waiting.values()):
+        if AGAIN in codes:
             return "again"
         if REFUSED in codes:
             return "refused"

@@ -1,7 +1,7 @@
 """How many failures hosts, and the run as a whole, may still have; old ones are forgotten by half. Torch-free.
 
-The budget lies in `<run>/elastic/state.json`, so that it outlives the supervisor: a run that some outer loop starts again
-and again does not get a new budget each time.
+The budget lies in `<run>/elastic/state.json`, so that it outlives the supervisor: a run that some outer loop starts
+again and again does not get a new budget each time.
 """
 
 import json
@@ -46,8 +46,8 @@ class Series:
 
 @dataclass
 class Budget:
-    """`restarts` failures of each host, and as many a host of the run, are borne. `quarantined`: hosts that were shown to
-    be faulty, with the reason; time does not heal them."""
+    """`restarts` failures of each host, and as many a host of the run, are borne. `quarantined`: hosts that were shown
+    to be faulty, with the reason; time does not heal them."""
 
     restarts: int
     forget_s: float
@@ -88,7 +88,7 @@ class Budget:
         return self.series.times >= SAME_STEP
 
     def once_more(self) -> None:
-        """Somebody starts the run again by hand: what was given up gets one more chance, what is quarantined does not."""
+        """Somebody starts the run again by hand: what was given up gets one more chance, quarantines stay."""
         for score in self.hosts.values():
             score.value = min(score.value, float(self.restarts))
         self.run.value = min(self.run.value, float(self.restarts))

@@ -7,8 +7,8 @@ to do in JSON lines on the socket that it was given, and tells what became of it
     → {"fork": 7, "arguments": ["run", "x.toml"], "variables": {...}}    ← {"forked": 7, "pid": 4711}
     → {"signal": 15, "to": 7}                                            ← {"ended": 7, "code": -15}
 
-When the other end is closed it ends; its children have a lifeline of their own (truestep.elastic.lifeline). A child goes
-on as `python -m MODULE ARGUMENTS...` would, and ends as that would.
+When the other end is closed it ends; its children have a lifeline of their own (truestep.elastic.lifeline). A child
+goes on as `python -m MODULE ARGUMENTS...` would, and ends as that would.
 """
 
 import gc

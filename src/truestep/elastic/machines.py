@@ -19,11 +19,13 @@ HERE = "here"
 
 
 class Machine(Protocol):
-    """An agent, near or far. `address`: where others reach it."""
+    """An agent, near or far, and the hosts that it stands for."""
 
-    name: str
-    address: str
-    hosts: Mapping[str, int]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def hosts(self) -> Mapping[str, int]: ...
 
     def follow(self, order: dict[str, Any]) -> None: ...
 
@@ -51,7 +53,6 @@ class Here:
     """The supervisor's own machine."""
 
     agent: Agent
-    address: str = "127.0.0.1"
     name: str = HERE
 
     @property
@@ -117,6 +118,11 @@ class There:
         if self.wire.silent_s > LOST_S:
             return f"has been silent for {self.wire.silent_s:.0f} s"
         return None
+
+    def refuse(self, why: str) -> None:
+        """Turn the machine away."""
+        self.wire.send({"do": "refuse", "why": why})
+        self.wire.close()
 
     def close(self) -> None:
         self.wire.send({"do": "bye"})

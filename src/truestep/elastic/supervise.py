@@ -1,4 +1,4 @@
-"""A recipe, supervised: what `truestep run` does for more than one process, or where [machine.elastic] is set. Torch-free."""
+"""A recipe, supervised: `truestep run` for more than one process, or with [machine.elastic]. Torch-free."""
 
 import os
 import secrets
@@ -8,8 +8,11 @@ from pathlib import Path
 
 from truestep.elastic.agent import Agent
 from truestep.elastic.budget import Budget
+from truestep.elastic.events import Events
 from truestep.elastic.machines import Here, Hub
 from truestep.elastic.members import Members
+from truestep.elastic.roster import Roster
+from truestep.elastic.stopping import Warnings
 from truestep.elastic.supervisor import STATE, Outcome, Supervisor
 from truestep.elastic.wire import read_token
 from truestep.elastic.worlds import Worlds
@@ -39,8 +42,10 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
     hosts = hosts_here(os.environ, ranks + elastic.spares)
     agent = Agent(hosts, start, ["run", str(file)], regroup)
     here = Here(agent)
-    notice = Path(elastic.notice).expanduser() if elastic.notice else None
-    return Supervisor(run_dir, members, {here.name: here}, dict(variables), regroup, hub, notice).run()
+    warnings = Warnings(Path(elastic.notice).expanduser() if elastic.notice else None)
+    events = Events(run_dir)
+    roster = Roster(members, events, {here.name: here}, hub)
+    return Supervisor(events, members, roster, dict(variables), warnings).run()
 
 
 def start_of(recipe: Recipe, gpus: int) -> tuple[str, bool]:
@@ -52,7 +57,7 @@ def start_of(recipe: Recipe, gpus: int) -> tuple[str, bool]:
 
 
 def hosts_here(environ: Mapping[str, str], processes: int) -> dict[str, int]:
-    """The hosts that this machine stands for, with the processes of each: itself, unless the environment names others."""
+    """The hosts that this machine stands for, with their processes: itself, or those that the environment names."""
     names = [name.strip() for name in environ.get(HOSTS, "").split(",") if name.strip()]
     if not names:
         return {environ.get("TRUESTEP_HOST") or socket.gethostname(): processes}

@@ -4,36 +4,31 @@
                             ↑                                                |
                             └────────────────── the next group ──────────────┘
 
-An attempt is settled when every rank has ended, waits for a new group, or is gone with its host. Members
-(truestep.elastic.members) and budgets (truestep.elastic.budget) decide; this loop carries messages and keeps time.
+An attempt is settled when every rank has ended, waits for a new group, or is gone with its host. What follows is
+decided by Members, Budget and judge, which are pure; this loop carries messages and keeps time.
 """
 
-import json
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
+from truestep.elastic import judge
 from truestep.elastic.attempt import CRASHED, Attempt, Fault
-from truestep.elastic.budget import Budget
 from truestep.elastic.events import Events
-from truestep.elastic.machines import Hub, Machine, There
 from truestep.elastic.members import Group, Members
+from truestep.elastic.roster import Roster
+from truestep.elastic.stopping import Warnings
 
 POLL_S = 0.02
 LOOK_S = 0.25
-"""How often progress, spare hosts and notice files are looked at."""
+"""How often progress, hosts that could be used, and notices are looked at."""
 GRACE_S = 20.0
 """How long the others may go on after one has failed, to say what they have to say, before they are killed."""
 LOST_GRACE_S = 3.0
-"""The same where a host was lost: whoever hears it not by now waits for a silent connection."""
+"""The same where a host was lost: whoever has not noticed by then waits for a silent connection."""
 JOIN_S = 600.0
 """How long to wait for hosts when there are too few."""
-STATE, ASK = "elastic/state.json", "elastic/ask.json"
+STATE = "elastic/state.json"
 
 
 @dataclass(frozen=True)
@@ -44,9 +39,9 @@ class Outcome:
     sentence: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stop:
-    """An attempt was asked to stop politely: because the run is leaving (`whole`), or to start it with other hosts."""
+    """Why an attempt was asked to stop politely; `whole`: the run is leaving, else it goes on with other hosts."""
 
     why: str
     whole: bool
@@ -54,171 +49,105 @@ class Stop:
 
 @dataclass
 class Supervisor:
-    """`variables` are added to every worker's environment. `notice`: a file that says the machine will be taken away."""
+    """`variables` are added to every worker's environment."""
 
-    run_dir: Path
+    events: Events
     members: Members
-    machines: dict[str, Machine]
+    roster: Roster
     variables: dict[str, str]
-    regroup: bool = False
-    hub: Hub | None = None
-    notice: Path | None = None
-    events: Events = field(init=False)
+    warnings: Warnings = field(default_factory=Warnings)
     attempt: Attempt | None = None
     group: Group | None = None
-    outcome: Outcome | None = None
-    _serial: int = 0
+    _outcome: Outcome | None = None
+    _serial: int = 0  # of the newest start
     _pending: tuple[Group, bool] | None = None  # a group that waits for a port, and whether survivors take part
     _stop: Stop | None = None
-    _stopped: bool = False  # the stop is on its way
-    _heard: list[int] = field(default_factory=list)  # signals
-    _deadline: float | None = None
+    _deadline: float | None = None  # for the ranks that still run while others are out
     _short_since: float | None = None
     _looked: float = 0.0
-    _without: dict[str, str] = field(default_factory=dict)
-    _spares: set[str] = field(default_factory=set)
-
-    def __post_init__(self):
-        self.events = Events(self.run_dir)
-
-    @property
-    def budget(self) -> Budget:
-        return self.members.budget
 
     def run(self) -> Outcome:
         """Until the run is done, stopped or given up."""
-        with self._signals():
+        with self.warnings.hearing():
             try:
-                for machine in self.machines.values():
-                    self._welcome(machine)
+                self.roster.open()
                 self._next("the run begins", None)
-                while self.outcome is None:
+                while self._outcome is None:
                     self._hear()
+                    self._heed()
                     self._look()
                     self._act()
                     time.sleep(POLL_S)
             finally:
-                for machine in self.machines.values():
-                    machine.close()
-                if self.hub is not None:
-                    self.hub.close()
-            if self.outcome.sentence:
-                self.events.close(self.outcome.sentence)
+                self.roster.close()
+            if self._outcome.sentence:
+                self.events.close(self._outcome.sentence)
             self.events.flush()
-            return self.outcome
-
-    # What comes in
+            return self._outcome
 
     def _hear(self) -> None:
-        for machine in self.hub.joined() if self.hub is not None else []:
-            self._admit(machine)
-        for machine in list(self.machines.values()):
-            for event in machine.events():
-                self._take(machine, event)
-            if (why := machine.lost()) is not None:
-                self._lose(machine, why)
-
-    def _admit(self, machine: There) -> None:
-        """A machine wants to join. One that comes back is told by its id; names of hosts are there once."""
-        for known in list(self.machines.values()):
-            if isinstance(known, There) and known.id == machine.id:
-                self._lose(known, "came back after its connection had broken")
-        taken = [name for name in machine.hosts if name in self.members.hosts]
-        if taken or machine.name in self.machines:
-            why = f"a host named {', '.join(taken) or machine.name} is here already; set TRUESTEP_HOST to another name"
-            machine.follow({"do": "refuse", "why": why})
-            machine.close()
+        told, losses = self.roster.hear()
+        if self.attempt is None:
             return
-        self.machines[machine.name] = machine
-        self._welcome(machine)
-
-    def _welcome(self, machine: Machine) -> None:
-        for name, processes in machine.hosts.items():
-            self.members.joined(name, machine.name, processes)
-            self._member(name, "joined", processes)
-
-    def _lose(self, machine: Machine, why: str) -> None:
-        now = time.monotonic()
-        del self.machines[machine.name]
-        machine.close()
-        for name in machine.hosts:
-            self._member(name, "left" if name in self.members.leaving else "lost")
-            if self.attempt is not None:
-                self.attempt.lose(name, why, now)
-        self.members.gone(machine.hosts)
-        self._spares -= set(machine.hosts)
-        self._say(f"host {', '.join(machine.hosts)} {why}")
-
-    def _take(self, machine: Machine, event: dict[str, Any]) -> None:
-        if event["is"] == "leaving":
-            self._say(f"host {', '.join(machine.hosts)} is leaving ({event['why']})")
-            self.members.will_leave(machine.hosts)
-        elif self.attempt is not None and event["serial"] == self._serial:
+        for event in told:
+            if event["serial"] != self._serial:
+                continue
             if event["is"] == "ended":
                 self.attempt.end(event["rank"], event["code"], time.monotonic())
             elif event["is"] == "waiting":
-                self.attempt.wait(event["rank"], event["why"], event["again"], time.monotonic())
-                self._without |= dict.fromkeys(event["without"], event["why"])
+                self.attempt.wait(event["rank"], event["why"], time.monotonic())
+        for loss in losses:
+            for host in loss.hosts:
+                self.attempt.lose(host, loss.why, time.monotonic())
+
+    def _heed(self) -> None:
+        """Somebody wants this run to end."""
+        why = self.warnings.new()
+        if why is None:
+            return
+        if self.attempt is None:
+            self._outcome = Outcome(128 + signal.SIGINT, f"the run was stopped while no attempt ran ({why})")
+        elif self.warnings.twice:
+            self._stop = Stop(why, whole=True)
+            self.roster.signal(signal.SIGKILL)
+        else:
+            self._ask_stop(Stop(why, whole=True))
 
     # What is looked at now and then
 
     def _look(self) -> None:
-        self._obey_signals()
         if time.monotonic() - self._looked < LOOK_S:
             return
         self._looked = time.monotonic()
         self.events.flush()
-        if self.notice is not None and self.notice.exists():
-            self._ask_stop(Stop(f"the notice {self.notice} says that this machine will be taken away", whole=True))
-        if self.attempt is None or self.group is None or self._stop is not None:
+        if self.attempt is None or self.group is None or self.attempt.disturbed or self._stop is not None:
             return
         leaving = sorted(self.members.leaving & {seat.host for seat in self.group.seats})
         if leaving:
             self._ask_stop(Stop(f"host {', '.join(leaving)} is leaving", whole=False))
-        elif self._trains():
+        elif self._trains(self.attempt):
             larger = self.members.choose(time.time())
             if larger is not None and larger.world > self.group.world:
                 self._ask_stop(Stop(f"there are hosts for {larger.world} processes", whole=False))
 
-    def _obey_signals(self) -> None:
-        if not self._heard:
-            return
-        heard, self._heard = self._heard, []
-        names = ", ".join(signal.Signals(number).name for number in heard)
-        interrupted = [number for number in heard if number == signal.SIGINT]
-        if (self._stop is not None and self._stop.whole and interrupted) or len(interrupted) > 1:
-            self._stop = Stop("interrupted twice", whole=True)
-            self._signal(signal.SIGKILL)
-        else:
-            self._ask_stop(Stop(names, whole=True))
-
     def _ask_stop(self, stop: Stop) -> None:
-        """Let the attempt end after its step, with a checkpoint. That the whole run stops outweighs a change of hosts."""
-        if self._stop is not None and (self._stop.whole or not stop.whole):
-            return
-        asked = self._stop is not None
-        self._stop = stop
-        if self.attempt is None:
-            if stop.whole:
-                self.outcome = Outcome(128 + signal.SIGINT, f"stopped before the run had begun ({stop.why})")
-        elif not asked:
-            self._say(f"{stop.why}: a checkpoint after this step")
-            self._signal(signal.SIGINT)
+        """Let the attempt end after its step, with a checkpoint. A stop of the whole run outweighs one to regroup."""
+        if self._stop is None:
+            self.events.say(f"{stop.why}; the attempt ends after this step, with a checkpoint")
+            self.roster.signal(signal.SIGINT)
+        if self._stop is None or stop.whole:
+            self._stop = stop
 
-    def _rows(self) -> list[dict[str, int]]:
-        return [row for machine in self.machines.values() for row in machine.rows()]
-
-    def _trains(self) -> bool:
-        """Whether every rank has begun a step: only then is there something to save."""
-        rows = self._rows()
-        assert self.attempt is not None
-        return len(rows) >= self.attempt.world and all(row["step"] > 0 for row in rows)
+    def _trains(self, attempt: Attempt) -> bool:
+        """Whether every rank has begun a step: before that there is nothing to save."""
+        rows = self.roster.rows()
+        return len(rows) >= attempt.world and all(row["step"] > 0 for row in rows)
 
     # What is done about it
 
     def _act(self) -> None:
         if self._pending is not None:
-            self._start()
+            self._start(*self._pending)
         elif self.attempt is None:
             self._wait_for_hosts()
         elif self.attempt.settled:
@@ -230,207 +159,116 @@ class Supervisor:
         """Others may wait for a rank that is out: they get a while to say so."""
         now = time.monotonic()
         if self._deadline is None:
-            silent = attempt.fault is not None and attempt.fault.kind == "lost"
-            self._deadline = now + (LOST_GRACE_S if silent else GRACE_S)
+            lost = attempt.fault is not None and attempt.fault.kind == "lost"
+            self._deadline = now + (LOST_GRACE_S if lost else GRACE_S)
         elif now > self._deadline:
-            condemned = attempt.condemn()
+            self.roster.signal(signal.SIGKILL, sorted(attempt.condemn()))
             self._deadline = now + GRACE_S
-            self._signal(signal.SIGKILL, sorted(condemned))
 
     def _judge(self, attempt: Attempt) -> None:
-        verdict, fault = attempt.verdict(), attempt.fault
+        """The attempt is over: the run too, or there is a next one."""
+        verdict, fault, stop = attempt.verdict(), attempt.fault, self._stop
         if verdict == "refused":
-            self.outcome = Outcome(2)
+            self._outcome = Outcome(2)
         elif verdict == "gate":
-            self.outcome = Outcome(1)
-        elif verdict == "ended":
-            self._ended()
-        elif self._stop is not None and self._stop.whole:
-            code = fault.code if fault is not None and fault.code is not None else CRASHED
-            self.outcome = Outcome(code if verdict == "broken" else 0)
+            self._outcome = Outcome(1)
+        elif verdict == "ended" or (stop is not None and stop.whole):
+            end = self.events.last_end()
+            if (
+                verdict == "ended"
+                and stop is not None
+                and not stop.whole
+                and end is not None
+                and end.reason == "stopped"
+            ):
+                self._next(stop.why, None)
+            else:
+                self._outcome = Outcome(_code(fault) if verdict == "broken" else 0)
+        elif verdict == "again":
+            reason, without = self.events.asked()
+            ruling = judge.asked(self.members, reason, without, time.time())
+            self._obey(ruling, reason, Fault("exit", reason, fault.at_s if fault else time.monotonic()))
         else:
-            self._failed(verdict == "again", fault)
+            assert fault is not None
+            self.events.fault(fault)
+            end, steps = self.events.last_end(), [row["step"] for row in self.roster.rows()]
+            said = end.error if end is not None and end.error else fault.text
+            ruling = judge.failed(self.members, fault, max(steps, default=None), said, time.time())
+            self._obey(ruling, fault.text, fault)
 
-    def _ended(self) -> None:
-        """All ranks ended in order: the run is done, or was asked to stop."""
-        end, stop = self.events.last_end(), self._stop
-        if stop is None or stop.whole or end is None or end.reason != "stopped":
-            self.outcome = Outcome(0)
+    def _obey(self, ruling: judge.Ruling, why: str, fault: Fault) -> None:
+        for host, reason in ruling.quarantined.items():
+            self.events.member(host, "quarantined")
+            self.events.decision("quarantine", reason, host=host)
+            self.events.say(f"host {host} is quarantined: {reason}")
+        for host, reason in ruling.evicted.items():
+            self.events.decision("evict", f"host {host} {reason}", host=host)
+            self.events.say(f"host {host} {reason} and is not used any more")
+        if self.events.open:
+            self.members.budget.save(self.events.run_dir / STATE)
+        if ruling.stop is not None:
+            self._give_up(ruling.stop, fault)
         else:
-            self._next(stop.why, None)
+            self._next(why, fault)
 
-    def _failed(self, again: bool, fault: Fault | None) -> None:
-        now_s, seen_s = time.time(), time.monotonic()
-        reason, without = self._asked() if again else ("", {})
-        spent_before = set(self.members.refused(now_s))
-        for host, why in without.items():
-            self.members.quarantine(host, why)
-            self._member(host, "quarantined")
-            self._decide("quarantine", why, host=host)
-        if again:
-            fault = None if fault is None else Fault("exit", reason or fault.text, fault.at_s)
-            self.budget.failed(None, now_s)
-        elif fault is not None:
-            self._fault(fault)
-            self.budget.failed(fault.host, now_s)
-            if fault.kind == "exit":
-                self.budget.failed_at(max((row["step"] for row in self._rows()), default=0), self._sentence(fault))
-        for host in set(self.members.refused(now_s)) - spent_before - set(without):
-            self._decide("evict", f"host {host} {self.members.refused(now_s)[host]}", host=host)
-        self.budget.save(self.run_dir / STATE)
-        text = fault.text if fault is not None else reason
-        if self.budget.stuck:
-            first = self.budget.series
-            self._give_up(
-                f"it failed {first.times} times in a row at step {first.step}, so the code or the data is the cause "
-                f"and no machine; the first time: {first.text}",
-                fault,
-            )
-        elif self.budget.run_spent(len(self.members.hosts), now_s):
-            self._give_up(
-                f"it failed {self.budget.run.now(now_s, self.budget.forget_s):.2g} times (older failures count less), "
-                f"and machine.elastic.restarts allows {self.budget.restarts} a host; the last time: {text}",
-                fault,
-            )
-        else:
-            self._next(text, fault, seen_s)
-
-    def _asked(self) -> tuple[str, dict[str, str]]:
-        """What the workers said when they ended the attempt on purpose: why, and the hosts to do without."""
-        file = self.run_dir / ASK
-        without, self._without = self._without, {}
-        if not file.exists():
-            return next(iter(without.values()), "the attempt is to be started again"), without
-        ask = json.loads(file.read_bytes())
-        file.unlink()
-        return ask["reason"], without | dict.fromkeys(ask["without"], ask["reason"])
-
-    def _sentence(self, fault: Fault) -> str:
-        """The first words about a failure: those of the workers' own log, if they had any."""
-        end = self.events.last_end()
-        return end.error if end is not None and end.error else fault.text
-
-    def _next(self, why: str, fault: Fault | None, seen_s: float = 0.0) -> None:
+    def _next(self, why: str, fault: Fault | None) -> None:
         """Choose the group that goes on, and start it; or wait for hosts, or give up."""
-        before, now_s = self.group, time.time()
-        regroup = self.regroup and self.attempt is not None and bool(self.attempt.waiting)
-        group = self.members.choose(now_s)
+        before, group = self.group, self.members.choose(time.time())
+        in_place = self.attempt is not None and bool(self.attempt.waiting)
         self.attempt, self._stop, self._deadline = None, None, None
         if group is None:
             return self._too_few(why, fault)
         if before is not None:
-            action = "shrink" if group.world < before.world else "grow" if group.world > before.world else "restart"
-            action = "regroup" if regroup and action == "restart" else action
             seconds = round(time.monotonic() - fault.at_s, 3) if fault is not None else None
-            how = " in place" if regroup else ""
-            self._decide(action, why, world=group.world, seconds=seconds)
-            self._say(f"{why}; going on{how} with {group.world} processes on {_listed(group)}")
-        self.group, self._pending = group, (group, regroup)
+            self.events.decision(_action(before, group, in_place), why, world=group.world, seconds=seconds)
+            how = " in place" if in_place else ""
+            self.events.say(f"{why}; going on{how} with {group.world} processes on {_listed(group)}")
         self.members.started(group)
-        self._say_spares(group)
-        self._start()
+        self.roster.say_spares(group, time.time())
+        self.group, self._pending = group, (group, in_place)
+        self._start(group, in_place)
 
     def _too_few(self, why: str, fault: Fault | None) -> None:
         refused = self.members.refused(time.time())
         hosts = "; ".join(f"host {name} {text}" for name, text in refused.items())
-        short = f"fewer than {self.members.fewest} processes are left" + (f": {hosts}" if hosts else "")
-        if self.hub is None:
-            return self._give_up(f"{why}; {short}", fault)
-        if self._short_since is None:
-            self._short_since = time.monotonic()
-            self._say(f"{why}; {short}; waiting for hosts to join at port {self.hub.port}")
-        self._signal(signal.SIGKILL)
+        short = f"{why}; fewer than {self.members.fewest} processes can go on" + (f" ({hosts})" if hosts else "")
+        if self.roster.hub is None:
+            return self._give_up(short, fault)
+        self._short_since = time.monotonic()
+        self.events.say(f"{short}; waiting for hosts to join at port {self.roster.hub.port}")
+        self.roster.signal(signal.SIGKILL)
 
     def _wait_for_hosts(self) -> None:
         if self.members.choose(time.time()) is not None:
-            self._short_since = None
             self._next("hosts have joined", None)
         elif self._short_since is not None and time.monotonic() - self._short_since > JOIN_S:
-            self._give_up(
-                f"no hosts joined within {JOIN_S:.0f} s, and {self.members.fewest} processes are needed", None
-            )
+            needed = f"{self.members.fewest} processes are needed"
+            self._give_up(f"no hosts joined within {JOIN_S:.0f} s, and {needed}", None)
 
-    def _start(self) -> None:
-        """Tell every machine its part, as soon as the first one has a port for rank 0."""
-        assert self._pending is not None
-        group, regroup = self._pending
-        first = self.machines.get(group.machines[0])
-        if any(name not in self.machines for name in group.machines):
+    def _start(self, group: Group, in_place: bool) -> None:
+        """Start a group, as soon as there is a port for its rank 0."""
+        if any(name not in self.roster.machines for name in group.machines):
+            self._pending = None
             return self._next("a host is gone before the group had begun", None)
-        assert first is not None
-        if (port := first.port()) is None:
+        if (port := self.roster.port(group)) is None:
             return
-        self._pending, self._serial = None, self._serial + 1
-        self.attempt, hosts = Attempt(group.hosts), group.hosts
-        several = len(group.machines) > 1
-        for machine in self.machines.values():
-            taking_part = machine.name in group.machines
-            order = {
-                "do": "start",
-                "serial": self._serial,
-                "ranks": [{"rank": rank, "host": hosts[rank]} for rank in group.ranks_on(machine.name)],
-                "world": group.world,
-                "node": group.machines.index(machine.name) if taking_part else 0,
-                "nodes": len(group.machines),
-                "address": self._address(first) if several else "127.0.0.1",
-                "port": port,
-                "regroup": regroup,
-                "variables": self.variables | ({"TRUESTEP_LAUNCHED": str(time.time())} if self._serial > 1 else {}),
-            }
-            machine.follow(order)
-
-    def _address(self, first: Machine) -> str:
-        """Where other machines reach rank 0's: the supervisor's own by the address that they have found it at."""
-        if isinstance(first, There):
-            return first.address
-        return next(machine.wire.here for machine in self.machines.values() if isinstance(machine, There))
+        self._pending, self._serial, self.attempt = None, self._serial + 1, Attempt(group.hosts)
+        launched = {"TRUESTEP_LAUNCHED": str(time.time())} if self._serial > 1 else {}
+        self.roster.start(self._serial, group, port, in_place, self.variables | launched)
 
     def _give_up(self, why: str, fault: Fault | None) -> None:
-        code = fault.code if fault is not None and fault.code is not None else CRASHED
-        self._decide("stop", why)
-        self.outcome = Outcome(code, f"the run is given up: {why}")
+        self.events.decision("stop", why)
+        self._outcome = Outcome(_code(fault), f"the run is given up: {why}")
 
-    # How it is told
 
-    def _signal(self, number: int, ranks: list[int] | None = None) -> None:
-        for machine in self.machines.values():
-            machine.follow({"do": "signal", "number": int(number), "ranks": ranks})
+def _code(fault: Fault | None) -> int:
+    return fault.code if fault is not None and fault.code is not None else CRASHED
 
-    def _fault(self, fault: Fault) -> None:
-        at_s = round(time.time() - (time.monotonic() - fault.at_s), 3)
-        named = fault.host is not None
-        values = {"text": fault.text, "rank": fault.rank, "host": fault.host, "named": named, "at_s": at_s}
-        self.events.post("fault", kind=fault.kind, **values)
 
-    def _decide(self, action: str, reason: str, **values: Any) -> None:
-        self.events.post("decision", action=action, reason=reason, at_s=round(time.time(), 3), **values)
-
-    def _member(self, host: str, event: str, processes: int | None = None) -> None:
-        self.events.post("member", host=host, event=event, processes=processes, at_s=round(time.time(), 3))
-
-    def _say_spares(self, group: Group) -> None:
-        spares = {name for name in self.members.idle(group) if name not in self.members.refused(time.time())}
-        for name in sorted(spares - self._spares):
-            self._member(name, "spare", self.members.hosts[name].processes)
-        self._spares = spares
-
-    def _say(self, text: str) -> None:
-        print(f"supervisor: {text}", flush=True)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT, SIGTERM, and SLURM's SIGUSR1 (--signal) are heard here and passed on by the loop."""
-
-        def hear(number: int, frame: FrameType | None) -> None:
-            self._heard.append(number)
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        before = {number: signal.signal(number, hear) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+def _action(before: Group, group: Group, in_place: bool) -> str:
+    if group.world != before.world:
+        return "shrink" if group.world < before.world else "grow"
+    return "regroup" if in_place else "restart"
 
 
 def _listed(group: Group) -> str:

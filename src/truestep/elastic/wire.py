@@ -1,10 +1,11 @@
-"""Lines between the supervisor and the agents of other machines: JSON over TCP, each sealed by a shared token. Torch-free.
+"""Lines between the supervisor and the agents of other machines: JSON over TCP, sealed by a shared token. Torch-free.
 
-Both sides prove that they know the token before anything else is said (HMAC-SHA256 of both nonces), and every line after
-that carries a MAC over direction, number and text under a key of this connection, so that nobody can say, change, repeat
-or leave out a line. The lines are not secret: what a recipe holds can be read on the way.
+Both sides prove that they know the token before anything else is said (HMAC-SHA256 of both nonces), and every line
+after that carries a MAC over direction, number and text under a key of this connection, so that nobody can say, change,
+repeat or leave out a line. The lines are not secret: what a recipe holds can be read on the way.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -99,10 +100,11 @@ class Wire:
 
     def close(self) -> None:
         self.broken = self.broken or "was closed"
-        try:
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # the other side was faster
             self._line.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was faster
         self._line.close()
 
     def _prove(self, token: bytes) -> bytes:
@@ -149,7 +151,7 @@ class Wire:
 
     def _break(self, why: str) -> None:
         self.broken = self.broken or why
-        self._line.close()
+        self._hang_up()
 
 
 def _mac(key: bytes, purpose: bytes, text: bytes) -> bytes:

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from truestep.checkpoint.codec import dtype_of, metadata_of
 from truestep.checkpoint.manifest import Chunk, Manifest, block_digest
+from truestep.checkpoint.places import read_checked
 from truestep.checkpoint.staging import host_bytes
 from truestep.errors import CheckpointError
 from truestep.numerics.digest import raw_bytes
@@ -93,8 +94,11 @@ class BlockReader(StorageReader):
             buffer.data = host_bytes(buffer.stop - buffer.start)
         requests = [(buffer, blocks) for buffer in buffers for blocks in _requests(buffer, self.store.request_bytes)]
         with ThreadPoolExecutor(self.store.requests_at_once) as pool:
-            for count in pool.map(lambda request: self._read(*request), requests):
+            for count, (buffer, _) in zip(
+                pool.map(lambda request: self._read(*request), requests), requests, strict=True
+            ):
                 self.bytes_read += count
+                self.store.event(f"{buffer.object}: blocks verified")
         return buffers
 
     def apply(self, buffers: list[_Buffer], planner: LoadPlanner) -> None:
@@ -106,6 +110,7 @@ class BlockReader(StorageReader):
                     target.copy_(_box(buffer, want))
                     planner.commit_tensor(want.item, target)
                 buffer.data = None
+                self.store.event(f"{buffer.object}: applied")
 
     def _want(self, item: ReadItem) -> _Want:
         name = item.storage_index.fqn
@@ -126,14 +131,17 @@ class BlockReader(StorageReader):
         stop = blocks[-1][0].chunk.block_range(blocks[-1][1])[1]
         assert buffer.data is not None
         view = raw_bytes(buffer.data)[start - buffer.start : stop - buffer.start]
-        self.store.read_into(buffer.object, start, view)
-        for want, block in blocks:
-            first, last = want.chunk.block_range(block)
-            if block_digest(view[first - start : last - start]) != want.chunk.digest(block):
-                raise CheckpointError(
-                    f"{self.store.url}/{buffer.object}: bytes {first} to {last} of tensor {want.name} are not those "
-                    "that were saved; the file is damaged"
-                )
+
+        def check(data: memoryview) -> None:
+            for want, block in blocks:
+                first, last = want.chunk.block_range(block)
+                if block_digest(data[first - start : last - start]) != want.chunk.digest(block):
+                    raise CheckpointError(
+                        f"{self.store.url}/{buffer.object}: bytes {first} to {last} of tensor {want.name} are not "
+                        "those that were saved; the file is damaged"
+                    )
+
+        read_checked(self.store, buffer.object, start, view, check)
         return stop - start
 
 

@@ -101,8 +101,9 @@ class ObjectStore:
 
         def counted() -> Iterator[Data]:
             nonlocal written
-            for part in parts:
+            for number, part in enumerate(parts, 1):
                 written += len(part)
+                self.event(f"{key}: part {number}")
                 yield part
 
         try:
@@ -174,6 +175,8 @@ class ObjectStore:
 
     def delete(self, key: str) -> None:
         try:
+            self.event(f"{key}: delete starts")
             obstore.delete(self.backend, key)
         except _FAILURES as error:
             raise _said(error, self.url, key, "delete it") from None
+        self.event(f"{key}: deleted")

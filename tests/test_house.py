@@ -28,6 +28,8 @@ TORCH_FREE_MODULES = [
     "truestep.checkpoint.catalogue",
     "truestep.checkpoint.manifest",
     "truestep.checkpoint.marks",
+    "truestep.checkpoint.places",
+    "truestep.checkpoint.upkeep",
     "truestep.checkpoint.verify",
     "truestep.data.build",
     "truestep.data.tokenizer",

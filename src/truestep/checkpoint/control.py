@@ -4,7 +4,8 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,6 +122,17 @@ class Group:
         if self.rank == 0:
             step.post("all", sorted(set().union(*step.gather("names"))))
         return set(step.take("all"))
+
+    def total(self, kind: str, counts: Mapping[str, int]) -> dict[str, int]:
+        """Counts by name, summed over all ranks, on all ranks, which all call this."""
+        step = self.round(kind)
+        step.post(f"counts/{self.rank}", dict(counts))
+        if self.rank == 0:
+            sums: Counter[str] = Counter()
+            for one in step.gather("counts"):
+                sums.update(one)
+            step.post("sums", dict(sums))
+        return step.take("sums")
 
 
 class Round:

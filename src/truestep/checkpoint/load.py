@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from truestep.checkpoint.codec import dtype_name, metadata_of
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.manifest import OPTIM, Manifest
 from truestep.checkpoint.marks import marks_on, quarantined, standing
+from truestep.checkpoint.places import Places
 from truestep.checkpoint.plans import PiecePlanner
 from truestep.checkpoint.reader import BlockReader
 from truestep.errors import CheckpointError, StorageError, UserError
@@ -30,7 +31,8 @@ class Mismatch(CheckpointError):
 class Loaded:
     """What was loaded: the step, the caller's extra state, the commit's key and the run's facts. `fell_back` says in
     sentences which newer checkpoints were passed over and why; `unexpected` names stored tensors that nobody wanted,
-    `skipped` wanted ones that were left as they are (weights only)."""
+    `skipped` wanted ones that were left as they are (weights only). `places`: where there are nearer places than the
+    store, the bytes that all ranks read from each."""
 
     step: int
     extra: dict[str, Any]
@@ -40,6 +42,7 @@ class Loaded:
     fell_back: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
 
 
 def load(
@@ -63,6 +66,8 @@ def load(
     buffers, problem = [], None
     skipped = sorted(name for name in tensors if weights_only and name.startswith(OPTIM))
     everywhere = group.union("wanted", tensors.keys() - set(skipped))
+    if isinstance(store, Places):
+        store.begin_load()
     try:
         wanted = pieces_of({name: tensor for name, tensor in tensors.items() if name not in skipped})
         manifest = read_manifest(store, committed)
@@ -81,9 +86,12 @@ def load(
         raise kind(str(problem or other)) from problem
     assert reader and planner
     reader.apply(buffers, planner)
-    return Loaded(
+    found = Loaded(
         committed.step, manifest.extra, committed.key, manifest.facts, reader.bytes_read, [], unexpected, skipped
     )
+    if not isinstance(store, Places):
+        return found
+    return replace(found, places=group.total("places", store.bytes_read))
 
 
 def _planner(manifest: Manifest, wanted: dict[str, Piece]) -> PiecePlanner:

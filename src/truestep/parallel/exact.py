@@ -49,7 +49,10 @@ class Outcome:
 class Exact:
     """The exact reduction of one rank. `names`: all parameters of the whole model, also those of other ranks, in one
     order. `uses`: names of tensors that are a second use of one of those, by which they go. `control` (gloo, the whole
-    job; None: one process) is for agreements."""
+    job; None: one process) is for agreements.
+
+    `broken`: of the step, pairs of ranks (giver, receiver) in this rank's groups between which bits changed; `gave_up`:
+    they did so in every computation of it."""
 
     def __init__(
         self,
@@ -66,6 +69,8 @@ class Exact:
         self._buckets: list[Bucket] = []
         self._joins: list[Callable[[], None]] = []
         self._tries = 0
+        self.broken: list[tuple[int, int]] = []
+        self.gave_up = False
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """For the checkpoint; filled in place by a load. The same on every rank."""
@@ -101,6 +106,8 @@ class Exact:
         self.scales.begin(self.exponents.tolist())
         for bucket in self._buckets:
             bucket.begin()
+        if self._tries == 0:
+            self.broken, self.gave_up = [], False
         self._tries += 1
         try:
             yield
@@ -149,7 +156,10 @@ class Exact:
         residual, *rest = self._agree(torch.cat(numbers), dist.ReduceOp.SUM)
         totals = [from_limbs(rest[start : start + LIMBS]) for start in range(0, len(limbs), LIMBS)]
         if residual:
-            return self._again("damaged", totals)
+            self.broken += self.scales.trail.broken()
+            again = self._again("damaged", totals)
+            self.gave_up = not again.redo
+            return again
         if finite and not fitting:
             self._set([e if fits(e, x) else exponent_for(x) for e, x in zip(exponents, largest)])
             return self._again("overflow", totals)

@@ -28,13 +28,13 @@ class GradientProbe:
         self.watched: int | None = None
         self.prints: dict[str, torch.Tensor] = {}
         self.strike: Callable[[str, torch.Tensor, int | None], None] | None = None
-        self._microbatch: int | None = None
+        self.microbatch: int | None = None
         self._parts: list[torch.Tensor] = []
         self._done: list[torch.Tensor] = []
 
     def begin(self, microbatch: int | None) -> None:
         """A microbatch comes next (None: all of a pipeline's, mixed)."""
-        self._microbatch = microbatch
+        self.microbatch = microbatch
         if not microbatch:  # the first, perhaps of a step that is computed once more
             self.prints = {}
 
@@ -42,11 +42,11 @@ class GradientProbe:
         """Count the elements of one contribution. Accumulates at least in fp32."""
         if self.strike is not None:
             for name, part in parts():
-                self.strike(name, part, self._microbatch)
+                self.strike(name, part, self.microbatch)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(x, dtype=dtype)
         self._parts.append(norm * norm)
-        if self.watched is not None and self._microbatch in (None, self.watched):
+        if self.watched is not None and self.microbatch in (None, self.watched):
             for name, part in parts():
                 found = fingerprint(part)
                 self.prints[name] = self.prints[name] + found if name in self.prints else found

@@ -23,11 +23,13 @@ _SLICE = 1 << 22
 class Delivered:
     """What this rank has seen of the collectives of one group. `ranks`: of the job. `said[s]`: of each rank, by its
     place in the group, what it says (a digest of bits) of all that rank s gave to everyone: the giver itself, and every
-    receiver. `wrong`: of each rank, how many elements of sums were further off than rounding explains."""
+    receiver. `wrong`: of each rank, how many elements of sums were further off than rounding explains; `alike`: each of
+    them has, or should have, the very same sums."""
 
     ranks: Sequence[int]
     said: list[list[int]]
     wrong: list[int]
+    alike: bool
 
     @property
     def sound(self) -> bool:
@@ -42,6 +44,7 @@ class _Seen:
         self.got_W = torch.zeros(group.size(), dtype=torch.int64, device=device)
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
         self.count = 0
+        self.alike = False
 
     def take(self, got_WN: torch.Tensor, own_N: torch.Tensor) -> None:
         """What every rank gave, a row each; in this rank's place count the bits that it gave away, not their copy."""
@@ -93,6 +96,7 @@ class Wire:
         if not self.armed:
             return
         seen, flat = self._of(group, output.device), output.view(-1)
+        seen.alike = True
         for start in range(0, flat.numel(), _SLICE):
             wide = given.view(-1)[start : start + _SLICE].double()
             again = torch.stack((wide, wide.abs()))
@@ -108,7 +112,7 @@ class Wire:
             all_ = mine.new_empty(size * len(mine))
             all_gather(all_, mine, group=seen.group)
             *said, wrong = all_.view(size, -1).T.tolist()
-            found.append(Delivered(dist.get_process_group_ranks(seen.group), said, wrong))
+            found.append(Delivered(dist.get_process_group_ranks(seen.group), said, wrong, seen.alike))
         self._seen.clear()
         return found
 

@@ -1,0 +1,163 @@
+"""Silent corruption: what is compared in each step of the loop, and what follows from a difference.
+
+    at the end of a step       digests of a share of the state, compared when the next step begins
+    before an update           the same of gradients between their reduction and their use; in sampled steps what native
+                               collectives delivered, and a microbatch that another rank computes again
+    every `sweep_every` steps  digests of all state, and of all copies of it on other ranks
+
+A rank is named by its own memory or by a strict majority of bits (sentinel.verdict), never by statistics.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from truestep.numerics.fingerprint import fingerprint
+from truestep.parallel.replica import compare, differing
+from truestep.recipe.sentinel import Sentinel
+from truestep.runlog.records import Fault
+from truestep.sentinel.alarm import Alarm
+from truestep.sentinel.inject import Injector
+from truestep.train import held
+from truestep.train.accuse import Accuser
+from truestep.train.at_rest import AtRest
+from truestep.train.guard import Corruption, Work
+from truestep.train.recheck import Recheck
+from truestep.train.state import TrainState
+from truestep.train.step import StepResult
+
+
+class Integrity:
+    """The guard of a stage's steps (train.guard.Guard), and a check after each of them (train.loop.Check). `injector`
+    strikes where a plan says, so that all of this can be tried out."""
+
+    def __init__(self, state: TrainState, settings: Sentinel, stage: str, injector: Injector | None = None):
+        self._state, self._settings, self._injector = state, settings, injector
+        self._accuser = Accuser(state.job, stage)
+        self._rest = AtRest(partial(held.memory, state), settings.digest_share)
+        self._grads = AtRest(partial(held.gradients, state), settings.digest_share)
+        self._recheck = Recheck(state)
+        self._work: Work | None = None
+        self._armed = self._asked = self._suspects = False
+        self._repeatable = True
+        self._left_at = -1
+        self._rechecked = self._agreed = state.step  # steps up to which nothing was found
+        self._alarms: list[Alarm] = []
+
+    @property
+    def armed(self) -> bool:
+        return self._armed
+
+    def suspect(self) -> None:
+        """This rank has a reason, be it none that proves anything, to have the step after next computed again."""
+        self._suspects = True
+
+    def begin(self, work: Work) -> None:
+        state, step = self._state, self._state.step
+        if self._injector is not None:
+            self._injector.begin(step + 1)
+            self._injector.strike_all("state", held.weights(state))
+            self._injector.strike_all("optimizer", held.optimizer(state))
+        if self._left_at == step:
+            self._rest.find()
+        else:  # the state was restored since
+            self._rest.forget()
+        wanted = self._asked or sampled(state.seed, "recompute", step, self._settings.replay_share)
+        self._armed = self._repeatable and wanted and work.factor != 0
+        self._work, self._asked = work, False
+        state.parallel.probe.watched = self._index(work) if self._armed else None
+        state.parallel.wire.armed = self._armed
+
+    def reduced(self) -> None:
+        self._grads.leave(self._state.step)
+        if self._injector is not None:
+            self._injector.strike_all("reduced", held.gradients(self._state))
+
+    def numbers(self) -> Iterable[float]:
+        self._grads.find()
+        yield float(len(self._rest.changed()) + len(self._grads.changed()))
+        yield float(self._suspects)
+        self._suspects = False
+
+    def inspect(self, sums: list[float], numbers: list[float]) -> None:
+        work, step, exact = self._work, self._state.step + 1, self._state.exact
+        assert work is not None
+        self._asked = numbers[1] > 0
+        faults: list[Fault] = []
+        if numbers[0] > 0:
+            told = self._accuser.everybody((self._rest.changed(), self._grads.changed()))
+            faults += self._accuser.own_memory(told, step)
+        if exact is not None and exact.gave_up:
+            faults.append(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=True))
+        if self._armed:
+            self._state.parallel.wire.armed = False
+            faults += [] if faults else self._compared(work, sums)
+            self._state.parallel.probe.watched = None
+        self._work = None
+        if faults:
+            self._rest.forget()
+            raise Corruption(faults)
+
+    def after(self, result: StepResult) -> Sequence[Alarm]:
+        step, settings, exact = self._state.step, self._settings, self._state.exact
+        sweep = settings.sweep_every > 0 and step % settings.sweep_every == 0
+        self._rest.leave(step, everything=sweep and settings.digest_share > 0)
+        self._left_at = step
+        found, self._alarms = self._alarms, []
+        if exact is not None and "damaged" in result.troubles:
+            found.append(Alarm(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=False)))
+        return [*found, *(self._replicas() if sweep else [])]
+
+    def _index(self, work: Work) -> int:
+        """Which microbatch of the step is computed again."""
+        return draw(self._state.seed, "microbatch", self._state.step) % len(work.batches)
+
+    def _compared(self, work: Work, sums: list[float]) -> list[Fault]:
+        """What the step's collectives delivered, and what others make of each rank's work."""
+        index, step = self._index(work), self._state.step + 1
+        delivered = self._state.parallel.wire.delivered()
+        own = self._recheck.original(sums, index)
+        next_, again = self._recheck.neighbour(work, index, own)
+        unsound, differs = not all(each.sound for each in delivered), next_.digest != again.digest
+        any_unsound, any_differs = self._state.job.all_sum([float(unsound), float(differs)])
+        faults: list[Fault] = []
+        if any_unsound:
+            faults += self._accuser.misdelivered(self._accuser.everybody(delivered), step)
+        if any_differs:
+            trials = self._recheck.trials(work, index, own, next_, again)
+            if any(trial.repeats for trial in trials):
+                faults += self._accuser.recomputed(trials, step, self._rechecked)
+            else:
+                self._give_recomputation_up(step)
+        if not faults:
+            self._rechecked = step
+        return faults
+
+    def _give_recomputation_up(self, step: int) -> None:
+        self._repeatable = False
+        text = "no rank computes the same bits twice, so that recomputation tells nothing; it is off from now on"
+        self._alarms.append(Alarm(self._accuser.fault("replay", text, [], named=False, step=step, since=step)))
+
+    def _replicas(self) -> list[Alarm]:
+        """Compare all copies of weights and optimizer state, as they are now."""
+        step, job = self._state.step, self._state.job
+        pieces, axes = held.copies(self._state)
+        digests = {name: fingerprint(piece) for name, piece in pieces.items()}
+        names = differing(digests, axes)
+        if not job.all_sum([float(len(names))])[0]:
+            self._agreed = step
+            return []
+        found = compare(names, {name: piece.box for name, piece in pieces.items()}, digests, job)
+        faults = self._accuser.copies([(each.name, each.said) for each in found], step, self._agreed + 1)
+        return [Alarm(fault, "roll back") for fault in faults]
+
+
+def sampled(seed: int, what: str, step: int, share: float) -> bool:
+    """Whether step `step` is one of the `share` of steps in which something is done; the same on all ranks, and again
+    in a replay."""
+    return draw(seed, what, step) < share * 2**64
+
+
+def draw(seed: int, what: str, step: int) -> int:
+    """A number in [0, 2^64) by counter."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{what}:{step}".encode(), digest_size=8).digest(), "little")

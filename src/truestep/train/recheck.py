@@ -1,0 +1,174 @@
+"""A microbatch computed again: by the neighbour on the data axis, where bits differ also by its own rank and a third.
+
+Every rank takes part at the same time, each for the rank behind it, so that collectives inside the model meet. Compared
+are the bits of the loss sum and the fingerprints of every parameter's gradient before it is reduced. With a pipeline
+FSDP2 reduces once a step, so all microbatches of the neighbour are computed again and compared as a sum.
+
+A rank's bits also depend on those that compute with it (tp, cp and pp): each rank is compared with the one at the same
+place of another data rank.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from truestep.numerics.batch import Batch
+from truestep.numerics.digest import raw_bytes
+from truestep.numerics.repeatable import repeatable
+from truestep.sentinel.verdict import Finding, judge
+from truestep.train.guard import Work
+from truestep.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Bits:
+    """What a computation came to: `values` int64, first the loss sums' bits, then a fingerprint for each of `names`."""
+
+    values: torch.Tensor
+    names: list[str]
+
+    @property
+    def digest(self) -> int:
+        return xxhash.xxh3_64_intdigest(raw_bytes(self.values))
+
+    def first_difference(self, other: "Bits") -> str:
+        """The name of the first tensor whose bits differ."""
+        losses = len(self.values) - len(self.names)
+        if self.names != other.names:
+            return "the set of gradients"
+        places = (self.values != other.values).nonzero().flatten().tolist()
+        return "the loss" if places[0] < losses else f"the gradient of {self.names[places[0] - losses]}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One microbatch (or pipeline's worth) that several ranks computed: that of rank `owner`, in which `where` differs.
+    `finding.odd` are ranks of the job. `repeats`: some rank came to the same twice, so it is not the nature of the
+    computation to differ."""
+
+    owner: int
+    where: str
+    finding: Finding
+    repeats: bool
+
+
+class Recheck:
+    """Compares the microbatch `index` of every rank of a step with what others make of it. Collective, all of it."""
+
+    def __init__(self, state: TrainState):
+        self._state = state
+        groups, job = state.parallel.groups, state.job
+        degrees = groups.degrees
+        mine = degrees.coordinate(job.rank)
+        column = [degrees.coordinate(rank) for rank in range(degrees.world)]
+        self._ranks = [rank for rank, at in enumerate(column) if (at.pp, at.cp, at.tp) == (mine.pp, mine.cp, mine.tp)]
+        self._place = groups.data_rank
+        assert self._ranks[self._place] == job.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks have microbatches of their own."""
+        return len(self._ranks)
+
+    def original(self, sums: Sequence[float], index: int) -> Bits:
+        """What the step itself came to, which was watched at `index`."""
+        prints, whole = self._state.parallel.probe.prints, self._state.parallel.pipeline is not None
+        losses = torch.tensor(sums if whole else [sums[index]], dtype=torch.float64)
+        return _bits(losses, prints)
+
+    def neighbour(self, work: Work, index: int, own: Bits) -> tuple[Bits, Bits]:
+        """(what the next rank came to, what this one makes of the same)."""
+        again = self._compute(work, index, 1)
+        return Bits(self._passed_back(own.values, 1), own.names), again
+
+    def trials(self, work: Work, index: int, own: Bits, next_: Bits, again: Bits) -> list[Trial]:
+        """Once some rank has found a difference: every rank computes its own microbatch twice more, that of the next
+        rank once more, and where there are three ranks, that of the one behind it. The same on all ranks."""
+        rows = [(self._place, own.digest), (self._at(1), again.digest)]
+        rows += [(self._place, self._compute(work, index, 0).digest) for _ in range(2)]
+        rows.append((self._at(1), self._compute(work, index, 1).digest))
+        if self.size > 2:
+            rows.append((self._at(2), self._compute(work, index, 2).digest))
+        differs = next_.first_difference(again) if self.size > 1 and next_.digest != again.digest else ""
+        told: list = [(self._ranks, rows, differs, self._at(1))]
+        if self._state.job.control is not None:
+            told = [None] * self._state.job.world
+            dist.all_gather_object(told, (self._ranks, rows, differs, self._at(1)), group=self._state.job.control)
+        return _judged(told)
+
+    def _at(self, shift: int) -> int:
+        return (self._place + shift) % self.size
+
+    def _compute(self, work: Work, index: int, shift: int) -> Bits:
+        """The microbatch of the rank that is `shift` further on. Its gradients go nowhere."""
+        parallel, exact = self._state.parallel, self._state.exact
+        whole = parallel.pipeline is not None
+        batches = self._moved(work.batches if whole else [work.batches[index]], shift)
+        first, owner, size = 0 if whole else index, self._at(shift), self.size
+
+        def begin(place: int) -> None:
+            work.begin((first + place) * size + owner)
+
+        with parallel.aside(), repeatable(parallel.device), exact.aside() if exact else nullcontext():
+            sums, _ = parallel.run(batches, work.loss_of, work.factor, begin)
+            return _bits(torch.stack(sums).double(), parallel.probe.prints)
+
+    def _moved(self, batches: list[Batch], shift: int) -> list[Batch]:
+        """Microbatches of the rank that is `shift` further on."""
+        if shift % self.size == 0:
+            return batches
+        fields = [x for batch in batches for x in _fields(batch) if x is not None]
+        packed = torch.cat([x.reshape(-1).to("cpu", torch.int64) for x in fields])
+        arrived = iter(self._passed_back(packed, shift).split([x.numel() for x in fields]))
+
+        def like(x: torch.Tensor | None) -> Any:
+            return None if x is None else next(arrived).view(x.shape).to(x.dtype)
+
+        return [Batch(*(like(x) for x in _fields(batch))) for batch in batches]
+
+    def _passed_back(self, values: torch.Tensor, shift: int) -> torch.Tensor:
+        """The tensor of the rank that is `shift` further on, while the one `shift` back is given this rank's."""
+        if shift % self.size == 0:
+            return values
+        arrived, control = torch.empty_like(values), self._state.job.control
+        source, target = self._ranks[self._at(shift)], self._ranks[self._at(-shift)]
+        sent = dist.isend(values.contiguous(), group=control, group_dst=target)
+        dist.recv(arrived, group=control, group_src=source)
+        if sent is not None:
+            sent.wait()
+        return arrived
+
+
+def _bits(losses: torch.Tensor, prints: dict[str, torch.Tensor]) -> Bits:
+    names = sorted(prints)
+    found = torch.stack([prints[name] for name in names]).cpu() if names else torch.zeros(0, dtype=torch.int64)
+    return Bits(torch.cat((losses.cpu().view(torch.int64), found)), names)
+
+
+def _fields(batch: Batch) -> tuple[torch.Tensor | None, ...]:
+    return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+
+
+def _judged(told: list) -> list[Trial]:
+    """From what every rank of the job says: (its column of the data axis, (owner's place, digest) of everything that it
+    computed, where its neighbour's work differs, whose)."""
+    said: dict[tuple[tuple[int, ...], int], dict[int, list[int]]] = {}
+    where: dict[tuple[tuple[int, ...], int], str] = {}
+    for rank, (ranks, rows, differs, next_) in enumerate(told):
+        column = tuple(ranks)
+        for owner, digest in rows:
+            said.setdefault((column, owner), {}).setdefault(rank, []).append(digest)
+        if differs:
+            where[column, next_] = differs
+    trials = []
+    for (column, owner), digests in said.items():
+        finding = judge(digests)
+        if not finding.agreed:
+            repeats = any(len(set(found)) < len(found) for found in digests.values())
+            trials.append(Trial(column[owner], where.get((column, owner), "a repetition"), finding, repeats))
+    return trials

@@ -57,7 +57,7 @@ class Agent:
 
     def __post_init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="truestep-")
-        self._counters = Path(self._folder.name) / "counters"
+        self._counters = Path(os.environ.get(counters.VARIABLE) or Path(self._folder.name) / "counters")
         names = [host for host, processes in self.hosts.items() for _ in range(processes)]
         self._slots = {slot: host for slot, host in enumerate(names)}
         self._start: Start = STARTS[self.start](self.arguments)

@@ -63,6 +63,15 @@ def shape_problems(raw: dict[str, Any]) -> tuple[list[Problem], Recipe | None]:
     return problems, None
 
 
+def problems_in(root: type[Section], raw: dict[str, Any]) -> list[Problem]:
+    """Every value that does not fit its field, of another kind of file than a recipe."""
+    try:
+        root.model_validate(raw)
+    except ValidationError as error:
+        return [_problem(keys, errors, raw, root) for keys, errors in _by_place(error, raw).items()]
+    return []
+
+
 def _by_place(error: ValidationError, raw: Any) -> dict[Keys, list[ErrorDetails]]:
     """Errors by the keys of the value they are about. Of a value with several types, the errors below it count where
     there are some: they are about the alternative that was meant."""
@@ -83,8 +92,8 @@ def _keys(detail: ErrorDetails, raw: Any) -> Keys:
     return (*keys, detail["loc"][-1]) if detail["type"] == "missing" else tuple(keys)
 
 
-def _problem(keys: Keys, errors: list[ErrorDetails], raw: Any) -> Problem:
-    path, here, error = show(keys, raw), place(Recipe, keys), errors[0]
+def _problem(keys: Keys, errors: list[ErrorDetails], raw: Any, root: type[Section] = Recipe) -> Problem:
+    path, here, error = show(keys, raw), place(root, keys), errors[0]
     kind, value = error["type"], value_words(error["input"])
     if kind == "extra_forbidden" and here.section is not None:
         return Problem(path, f"is not a field; {_nearest(str(keys[-1]), here.section)}")

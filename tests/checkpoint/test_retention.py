@@ -221,7 +221,7 @@ def test_upkeep_verifies_and_retains_beside_the_run(tmp_path):
     made = [tiny_save(store, step, epoch) for step in (10, 20, 30)]
     spoil(store, made[2])
     for committed in made:
-        upkeep.after(committed)
+        upkeep.after(committed.key)
     upkeep.close(20.0)
     found = upkeep.finished()
     assert [each.committed for each in found] == made and not any(each.error for each in found)
@@ -243,7 +243,7 @@ def test_upkeep_ends_in_the_middle_of_a_scrub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(upkeep_module, "Throttle", Slow)
     upkeep = Upkeep(store, Policy(1), 1)
-    upkeep.after(made)
+    upkeep.after(made.key)
     assert reading.wait(20)
     threading.Timer(0.1, hold.set).start()
     upkeep.close(0.0)

@@ -4,6 +4,7 @@ import atexit
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -18,6 +19,7 @@ from truestep.checkpoint.manifest import plain
 from truestep.checkpoint.pending import Pending, Save, SaveResult
 from truestep.checkpoint.plans import StagedPlanner, owned_plans
 from truestep.checkpoint.staging import Stage, as_they_are
+from truestep.checkpoint.upkeep import Upkeep
 from truestep.checkpoint.writer import BlockWriter, result_from_json, result_to_json
 from truestep.errors import CheckpointError, UserError
 from truestep.numerics.pieces import Piece, find_aliases, pieces_of
@@ -64,6 +66,7 @@ class Checkpointer:
         self.pending: Pending | None = None
         self.thread: threading.Thread | None = None
         self.results: SimpleQueue[SaveResult] = SimpleQueue()
+        self.upkeep: Upkeep | None = None  # on rank 0, where what is committed is to be verified and retained
         atexit.register(self._abandon)
 
     def save(
@@ -80,7 +83,7 @@ class Checkpointer:
         if self.pending is not None and self.pending.given_up:
             self.stage = Stage()  # a thread that is stuck may still read the old one
         self.pending = pending = Pending(step, self.group.round("save"), began, None)
-        pending.future.add_done_callback(lambda future: self.results.put(future.result()))
+        pending.future.add_done_callback(self._ended)
         try:
             job = self._prepare(pending, tensors, extra, asynchronous)
         except Exception as error:
@@ -94,6 +97,10 @@ class Checkpointer:
             if not asynchronous:
                 pending.result()
         return Save(step, time.monotonic() - began, pending)
+
+    def _ended(self, future: Future[SaveResult]) -> None:
+        if future.exception() is None:  # else whoever waits for it gets it
+            self.results.put(future.result())
 
     def finished(self) -> list[SaveResult]:
         """Results of saves that ended since the last call."""

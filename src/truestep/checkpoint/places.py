@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from truestep.errors import CheckpointError, StorageError
-from truestep.storage.interface import Data, Entry, Event, MissingKey, Store
+from truestep.storage.interface import Data, Entry, MissingKey, Store
 from truestep.storage.local import LocalStore
 
 DURABLE = "store"
@@ -95,21 +95,13 @@ class Places:
 
     def __init__(self, durable: Store, writes: Sequence[Place], reads: Sequence[Place], alarm: Callable[[str], None]):
         self.durable, self.writes, self.reads, self.alarm = durable, list(writes), list(reads), alarm
-        self.url = durable.url
+        self.url, self.event = durable.url, durable.event
         self.request_bytes, self.requests_at_once = durable.request_bytes, durable.requests_at_once
         self.bytes_read: dict[str, int] = {}
         self.damaged: set[tuple[str, str]] = set()
         self._held: dict[str, set[str]] = {}
         self._lock = threading.Lock()
         self.begin_load()
-
-    @property
-    def event(self) -> Event:
-        return self.durable.event
-
-    @event.setter
-    def event(self, event: Event) -> None:
-        self.durable.event = event
 
     def begin_load(self) -> None:
         """Forget what earlier loads found; what the nearer places hold is asked anew."""

@@ -20,7 +20,7 @@ from truestep.errors import CheckpointError, StorageError
 from truestep.storage.interface import Store
 
 LOWEST_PRIORITY = 19
-LAST_WORDS_S = 10.0
+PATIENCE_S, LAST_WORDS_S = 10.0, 10.0
 SHARE = 0.25
 """Part of the time that a low-priority scrub works; the rest it leaves to training."""
 
@@ -80,9 +80,13 @@ class Upkeep:
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
 
-    def after(self, committed: Committed) -> None:
-        """A save was committed; returns at once."""
-        self.waiting.put(committed)
+    def went_on_from(self, key: str) -> None:
+        """The attempt loaded this commit, which is therefore never deleted."""
+        self.restored.add(key)
+
+    def after(self, key: str) -> None:
+        """A save was committed under this key; returns at once."""
+        self.waiting.put(Committed.parse(key))
         if self.thread is None:
             self.thread = threading.Thread(target=self._run, name="upkeep", daemon=True)
             self.thread.start()
@@ -96,12 +100,19 @@ class Upkeep:
             except Empty:
                 return found
 
-    def close(self, patience_s: float) -> None:
-        """Give the thread so long to do what is waiting. A scrub that is cut short is made up for by a later one."""
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Give the thread so long to do what is waiting. A scrub that is cut short is not made up for: a drill or
+        `truestep checkpoints verify` reads what has no mark yet."""
         self.waiting.put(None)
         if self.thread is not None:
             self.thread.join(patience_s)
-            self.stopped.set()
+        self.stop()
+
+    def stop(self) -> None:
+        """End a scrub under way."""
+        self.stopped.set()
+        self.waiting.put(None)
+        if self.thread is not None:
             self.thread.join(LAST_WORDS_S)
 
     def _run(self) -> None:

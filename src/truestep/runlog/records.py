@@ -138,6 +138,7 @@ class Resume:
     checkpoint: str
     fell_back: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # fields of where and bits that differ from the last attempt's
+    places: dict[str, int] = field(default_factory=dict)  # nearer than the store, and it: bytes read from each
 
 
 @dataclass(frozen=True, kw_only=True)

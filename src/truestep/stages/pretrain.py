@@ -54,7 +54,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     with feed:
         outcome = loop.run()
     context.progress.close()
-    loop.saves.checkpointer.close()
+    loop.saves.close()
     loop.metrics.flush()
     if rows:
         rows.close()

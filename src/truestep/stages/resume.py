@@ -10,12 +10,15 @@ from truestep.checkpoint.catalogue import begin_epoch, list_committed
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load_newest
+from truestep.checkpoint.retention import Policy
+from truestep.checkpoint.upkeep import Upkeep
 from truestep.data.loader import Loader
 from truestep.errors import CheckpointError
 from truestep.recipe.digests import bits_fields, changed, what
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context, checkpoint_place
 from truestep.stages.measure import versions
+from truestep.stages.tiers import said_places, with_places
 from truestep.storage.store import open_store
 from truestep.train.state import TrainState
 
@@ -31,7 +34,7 @@ def open_checkpoints(context: Context, stage: Stage, again: int = 0, last_step: 
         return begin_epoch(store, late).number
 
     checkpointer = Checkpointer(
-        store,
+        with_places(context, stage, store, again),
         attempt=job.agree(f"epoch/{stage.name}/{again}", begin),
         rank=job.rank,
         world=job.world,
@@ -42,6 +45,10 @@ def open_checkpoints(context: Context, stage: Stage, again: int = 0, last_step: 
         stopped=job.lost,
     )
     context.closing.callback(checkpointer.abandon)
+    if job.first and settings.keep:
+        policy = Policy(settings.keep, settings.keep_every)
+        checkpointer.upkeep = Upkeep(store, policy, checkpointer.attempt)
+        context.closing.callback(checkpointer.upkeep.stop)
     return checkpointer
 
 
@@ -65,6 +72,8 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
         )
     if loaded.facts["what"] != what(context.recipe):
         raise CheckpointError(f"{checkpointer.store.url} holds checkpoints of another recipe; choose another run.name")
+    if checkpointer.upkeep:
+        checkpointer.upkeep.went_on_from(loaded.commit)
     state.restore(loaded.extra)
     loader.restore(state.loader)
     differences = changed(loaded.facts["bits"], bits_now(context))
@@ -75,12 +84,13 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
         checkpoint=loaded.commit,
         fell_back=loaded.fell_back,
         changed=differences,
+        places=loaded.places,
     )
     if differences:
         context.progress.say(f"{stage.name}: last bits of results may differ from here on: {'; '.join(differences)}")
     for sentence in loaded.fell_back:
         context.progress.alarm(sentence)
-    context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit})")
+    context.progress.say(f"{stage.name}: goes on from step {loaded.step} ({loaded.commit}){said_places(loaded.places)}")
 
 
 def bits_now(context: Context) -> dict[str, Any]:

@@ -47,6 +47,8 @@ class StageRewinder:
             state.restore(self.parts.first | {"parent": state.parent})
         else:
             state.restore(loaded.extra)
+            if self.checkpointer.upkeep:
+                self.checkpointer.upkeep.went_on_from(loaded.commit)
             for sentence in loaded.fell_back:
                 self.context.progress.alarm(sentence)
         next_row = loader.go_back(state.loader, rows)

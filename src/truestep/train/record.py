@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from truestep.checkpoint.checkpointer import SaveResult
+from truestep.checkpoint.upkeep import Kept
 from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.runlog.outbox import take_in
@@ -114,6 +115,22 @@ class Recorder:
         )
         if not saved.ok:
             self.alarm(f"saving step {saved.step} failed: {saved.error}")
+
+    def kept(self, kept: Kept) -> None:
+        """A checkpoint was read back, and retention done."""
+        name = kept.committed.key
+        if kept.damage:
+            more = f" (and {len(kept.damage) - 1} more)" if len(kept.damage) > 1 else ""
+            text = f"{name} is not as it was saved: {kept.damage[0]}{more}"
+            self.fault(Fault(kind="checkpoint", text=text, step=kept.committed.step, evidence={"checkpoint": name}))
+        if kept.retained:
+            if kept.retained.deleted:
+                freed, left = kept.retained.num_bytes, kept.retained.kept
+                self.note("retention", deleted=kept.retained.deleted, bytes=freed, kept=left)
+            for sentence in kept.retained.notes:
+                self.alarm(sentence)
+        if kept.error:
+            self.alarm(f"{name} could not be verified, or older ones not be deleted: {kept.error}")
 
     def profile(self, step: int, found: Any, worst: list[float]) -> None:
         """What profiled steps show of this rank, and the largest communication and exposed seconds of all."""

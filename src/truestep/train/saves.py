@@ -55,12 +55,28 @@ class Saves:
             self.failures = 0 if saved.ok else self.failures + 1
             if saved.ok and self._interval:
                 self._interval.saved(saved.stall_s, saved.total_s)
+            if saved.ok and self.checkpointer.upkeep:
+                self.checkpointer.upkeep.after(saved.commit)
             self._record.saved(saved)
             if not saved.ok and (self.failures > self._cadence.max_failures or last):
                 raise UserError(_failed(saved, self.failures))
+        self._take_upkeep()
+
+    def close(self) -> None:
+        """Wait for the last save, and a while for its upkeep."""
+        self.checkpointer.close()
+        if self.checkpointer.upkeep:
+            self.checkpointer.upkeep.close()
+            self._take_upkeep()
+
+    def _take_upkeep(self) -> None:
+        if self.checkpointer.upkeep:
+            for kept in self.checkpointer.upkeep.finished():
+                self._record.kept(kept)
 
     def replace(self, checkpointer: Checkpointer) -> None:
         """Go on with another one, which has saved nothing yet. The one before is closed."""
+        self.close()
         self.checkpointer, self._saved_step = checkpointer, -1
 
 

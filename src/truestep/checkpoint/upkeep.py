@@ -129,7 +129,9 @@ class Upkeep:
             damage = verify_and_mark(self.store, committed, Throttle(self.stopped))
         except (CheckpointError, StorageError) as error:
             return Kept(committed, error=str(error))
-        told = [each.text for each in damage]
+        told = [each.text for each in damage if each.certain]
+        if unread := [each.text for each in damage if not each.certain]:
+            return Kept(committed, told, error=unread[0])
         try:
             return Kept(committed, told, retain(self.store, self.policy, self.restored, epoch=self.epoch))
         except (CheckpointError, StorageError) as error:

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from truestep.elastic.attempt import crash
+from truestep.elastic.keeper import Keeper
 from truestep.elastic.ports import free_port
 from truestep.elastic.starts import STARTS, Ended, Nodes, Start, Work
 from truestep.elastic.waiting import Door
 from truestep.runlog import counters
+from truestep.storage.keeper import TOKEN
 
 ORDERS, SUPERVISED = "TRUESTEP_ORDERS", "TRUESTEP_SUPERVISED"
 
@@ -54,6 +56,7 @@ class Agent:
     _failures: dict[int, int] = field(default_factory=dict)  # by slot
     _blamed: int = -1  # the newest start of which a worker crashed
     _numbered: int = 0
+    _keepers: dict[str, Keeper] = field(default_factory=dict)  # by host; of checkpoints in memory
 
     def __post_init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="truestep-")
@@ -101,6 +104,8 @@ class Agent:
         for worker in self._workers.values():
             if worker.door is not None:
                 worker.door.close()
+        for keeper in self._keepers.values():
+            keeper.close()
         self._folder.cleanup()
 
     def _ended(self, worker: _Worker, end: Ended) -> list[dict[str, Any]]:
@@ -181,4 +186,17 @@ class Agent:
             mine[ORDERS] = worker.door.path
         if sys.platform.startswith("linux") and order["address"].startswith("127."):
             mine["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        mine |= self._keeper(worker.host, order)
         return {**os.environ, **order["variables"], **{name: str(value) for name, value in mine.items()}}
+
+    def _keeper(self, host: str, order: dict[str, Any]) -> Mapping[str, str]:
+        """Where this host keeps checkpoints in memory, if the supervisor gave a token for that. A keeper outlives every
+        worker, and is started anew if it is gone itself."""
+        token = order["variables"].get(TOKEN)
+        if token is None:
+            return {}
+        keeper = self._keepers.get(host)
+        if keeper is None or keeper.process.poll() is not None:
+            listen = "127.0.0.1" if order["address"].startswith("127.") else "0.0.0.0"
+            keeper = self._keepers[host] = Keeper(token, listen)
+        return keeper.variables

@@ -2,7 +2,7 @@
 
 import typer
 
-from truestep.cli import check, data, export, plan, report, run, sample, show, status
+from truestep.cli import check, data, export, plan, replay, report, run, sample, show, status
 
 
 def verbs(app: typer.Typer) -> None:
@@ -14,5 +14,6 @@ def verbs(app: typer.Typer) -> None:
     app.add_typer(data.app, name="data")
     app.command()(status.status)
     app.command()(report.report)
+    app.command()(replay.replay)
     app.command()(export.export)
     app.command()(sample.sample)

@@ -20,6 +20,7 @@ from truestep.files import publish, writing
 
 ROWS = 65_536  # of a full segment
 Kind = Literal["gradient", "state"]
+KINDS: tuple[Kind, Kind] = ("gradient", "state")
 
 
 class DigestLog:

@@ -64,6 +64,15 @@ def checkpoint_place(recipe: Recipe, run_dir: Path, stage: str) -> str:
     return f"{url.rstrip('/')}/{recipe.run.name}/{stage}" if url else str(run_dir / "checkpoints" / stage)
 
 
+def recorded_mapping(run_dir: Path) -> dict[str, Any]:
+    """The recipe that a run directory was made with."""
+    file = run_dir / RUN_FILE
+    try:
+        return json.loads(file.read_bytes())["mapping"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file} cannot be read ({error}); give the directory of a run") from None
+
+
 def open_run(recipe: Recipe) -> None:
     """Make the run directory, or check that it belongs to this recipe. Rank 0 only.
 

@@ -1,6 +1,5 @@
 """The model inside a checkpoint of a run, for `export`: in the middle of a stage, or of a run that was given up."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from truestep.models.decoder import Decoder
 from truestep.models.load import require_own_module
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
-from truestep.recipe.recipe import Recipe
 from truestep.runlog.log import read
-from truestep.stages.context import RUN_FILE, checkpoint_place
+from truestep.stages.context import checkpoint_place, recorded_mapping
 from truestep.stages.corpora import build_tokenizer
 from truestep.storage.store import open_store
 
@@ -36,7 +34,7 @@ class CheckpointModel:
 
 def model_from_run(run_dir: Path, stage: str | None = None, own_module: str | None = None) -> CheckpointModel:
     """Load the newest sound checkpoint of `stage` (by default the one that began last), verified, on the CPU."""
-    recipe = _recipe(run_dir)
+    recipe = load(recorded_mapping(run_dir))
     starts = [record.data for record in read(run_dir) if record.kind == "stage_start"]
     chosen = next((start for start in reversed(starts) if stage in (None, start.stage)), None)
     if chosen is None:
@@ -57,11 +55,3 @@ def model_from_run(run_dir: Path, stage: str | None = None, own_module: str | No
     tokenizer_dir = build_tokenizer(recipe, run_dir.parent / ".data", print)
     eod = load_tokenizer(tokenizer_dir).eod_id
     return CheckpointModel(model, section, tokenizer_dir, eod, chosen.stage, loaded.step)
-
-
-def _recipe(run_dir: Path) -> Recipe:
-    file = run_dir / RUN_FILE
-    try:
-        return load(json.loads(file.read_bytes())["mapping"])
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} cannot be read ({error}); give the directory of a run") from None

@@ -24,11 +24,11 @@ def _events(folder, world):
     ranks = Forked(_committed_once(folder), [2], [Numbered() for _ in range(world)])
     said = [ranks.said(rank) for rank in range(world)]
     ranks.end()
-    for ended, _ in said:
+    for ended, _, _ in said:
         assert not isinstance(ended, str), ended
         resumed, (saved,) = ended
         assert resumed == 1 and saved.ok, saved.error
-    return [names for _, names in said]
+    return [names for _, names, _ in said]
 
 
 def _killed(folder, world, victim, k):

@@ -1,13 +1,14 @@
 """Loads a committed checkpoint in place, on any mesh: strict, every byte verified before any target changes."""
 
 import logging
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from truestep.checkpoint.catalogue import Committed, read_catalogue, read_manifest
+from truestep.checkpoint.catalogue import Catalogue, Committed, read_catalogue, read_manifest
 from truestep.checkpoint.codec import dtype_name, metadata_of
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.manifest import OPTIM, Manifest
@@ -21,6 +22,9 @@ from truestep.storage.interface import Store
 
 log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())  # the caller has `fell_back` to tell people
+
+
+_MANIFEST = re.compile(r"steps/(\d{12})-(\d{6})-\d{4,}/manifest\.json")
 
 
 class Mismatch(CheckpointError):
@@ -155,7 +159,8 @@ def load_newest(
 ) -> Loaded | None:
     """Load the newest honoured checkpoint that is whole; None if there is none at all. All ranks call this together.
 
-    A damaged, unreadable or quarantined one is passed over with a loud note (a warning, and `fell_back`).
+    A damaged, unreadable or quarantined one, and one without a commit, is passed over with a loud note (a warning, and
+    `fell_back`).
     CheckpointError if there are some but none can be loaded: never a silent start from nothing. Mismatch if the newest
     whole one does not fit.
     """
@@ -163,7 +168,9 @@ def load_newest(
     found = group.share("catalogue", _candidates(store, quarantine) if group.rank == 0 else None)
     if "error" in found:
         raise CheckpointError(found["error"])
-    notes: list[str] = found["notes"]
+    notes, uncommitted = found["notes"], found["uncommitted"]
+    for note in uncommitted:
+        log.warning(note)
     for step, epoch in found["commits"]:
         committed = Committed(step, epoch)
         try:
@@ -177,7 +184,7 @@ def load_newest(
         lost = [f"the checkpoint of step {s}, epoch {e}, is listed but gone" for s, e in found["lost"] if s > step]
         for note in lost:
             log.warning(note)
-        return Loaded(**{**vars(loaded), "fell_back": lost + notes})
+        return Loaded(**{**vars(loaded), "fell_back": [*lost, *uncommitted, *notes]})
     if notes or found["lost"]:
         told = "; ".join([*notes, *(f"step {s}, epoch {e}, is listed but gone" for s, e in found["lost"])])
         raise CheckpointError(f"{store.url}: no checkpoint can be loaded: {told}")
@@ -189,6 +196,7 @@ def _candidates(store: Store, quarantine: Collection[str]) -> dict[str, Any]:
     try:
         catalogue, quarantine = read_catalogue(store), set(quarantine)
         passed_over = quarantined(store)
+        uncommitted = _uncommitted(store, catalogue)
         marked = {c.key: standing(marks_on(store, c)).quarantined for c in catalogue.commits if c.key in passed_over}
     except (CheckpointError, StorageError) as error:
         return {"error": str(error)}
@@ -199,4 +207,20 @@ def _candidates(store: Store, quarantine: Collection[str]) -> dict[str, Any]:
         for c in catalogue.commits
         if c.key in quarantine | marked.keys()
     ]
-    return {"commits": commits, "lost": lost, "notes": passed}
+    return {"commits": commits, "lost": lost, "notes": passed, "uncommitted": uncommitted}
+
+
+def _uncommitted(store: Store, catalogue: Catalogue) -> list[str]:
+    """A note for every save that was written after the newest commit and has none of its own. It cannot be told whether
+    the save was cut off or somebody took its commit away, so nobody shall be surprised by an older step."""
+    newest = max(catalogue.commits, default=Committed(0, 0))
+    found = [_MANIFEST.fullmatch(entry.key) for entry in store.list("steps")]
+    written = {Committed(int(match[1]), int(match[2])) for match in found if match}
+    late = sorted(each for each in written if each > newest and each not in catalogue.gone)
+    void = {entry.key for entry in store.list("commits")} if late else set()
+    return [
+        f"step {each.step} was written by attempt {each.epoch} without a commit: its save has not ended, or {each.key} "
+        "is gone"
+        for each in late
+        if each.key not in void
+    ]

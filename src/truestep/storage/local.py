@@ -203,9 +203,10 @@ class LocalStore:
         try:
             for path, _, names in os.walk(folder, onerror=_unless_absent):
                 for name in names:
-                    if not name.startswith(TEMPORARY):
-                        file = Path(path, name)
-                        found.append(Entry(file.relative_to(self.root).as_posix(), file.stat().st_size))
+                    with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                        if not name.startswith(TEMPORARY):
+                            file = Path(path, name)
+                            found.append(Entry(file.relative_to(self.root).as_posix(), file.stat().st_size))
         except OSError as error:
             raise _said(error, "list it", folder) from None
         return sorted(found, key=lambda entry: entry.key)

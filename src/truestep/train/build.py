@@ -151,6 +151,7 @@ def assemble(
         steps=steps,
         seed=seed,
         own_weight=is_import_path(stage.loss.kind),
+        counters=job.counters,
     )
 
 

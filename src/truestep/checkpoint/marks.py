@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from truestep.checkpoint.clearing import remove, remove_empty
 from truestep.checkpoint.sealed import Committed, seal, unseal
 from truestep.errors import CheckpointError
 from truestep.storage.interface import KeyExists, MissingKey, Store
@@ -131,10 +132,8 @@ def being_deleted(store: Store) -> set[str]:
 def forget_marks(store: Store, committed: Committed) -> None:
     """Remove the marks of a commit that is gone, those that say it was deleted last."""
     for _, named in sorted(_keys(store, committed.name), key=lambda pair: pair[1].kind == "deleting"):
-        try:
-            store.delete(_key(committed, named.kind, named.number))
-        except MissingKey:
-            continue
+        remove(store, _key(committed, named.kind, named.number))
+    remove_empty(store, f"{FOLDER}/{committed.name}")
 
 
 def _set(store: Store, kind: Kind) -> set[str]:

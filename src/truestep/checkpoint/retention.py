@@ -18,11 +18,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from truestep.checkpoint.catalogue import Catalogue, read_catalogue, read_commit
+from truestep.checkpoint.clearing import clear_folder, remove
 from truestep.checkpoint.marks import Mark, Standing, forget_marks, mark, marks_of, marks_on, standing
 from truestep.checkpoint.sealed import Committed
-from truestep.errors import CheckpointError, StorageError
-from truestep.storage.interface import MissingKey, Store
-from truestep.storage.local import LocalStore
+from truestep.errors import CheckpointError
+from truestep.storage.interface import Store
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _delete(store: Store, committed: Committed, policy: Policy, restored: Collec
         mark(store, committed, "kept", reason=reason)
         raise CheckpointError(f"{store.url}/{committed.key}: is not deleted after all: {reason}")
     store.event("commit to be deleted")
-    _remove(store, committed.key)
+    remove(store, committed.key)
     store.event("commit deleted")
     return _finish(store, committed, folder)
 
@@ -169,32 +169,3 @@ def _forget(store: Store, committed: Committed) -> None:
     """Remove the marks, unless the newest epoch names the commit: they say that it is not missing by accident."""
     if committed not in read_catalogue(store).gone:
         forget_marks(store, committed)
-
-
-def clear_folder(store: Store, folder: str) -> int:
-    """Delete every object below a folder; bytes freed. Another process may be at it too."""
-    freed = 0
-    for entry in store.list(folder):
-        store.event(f"{entry.key}: to be deleted")
-        _remove(store, entry.key)
-        freed += entry.size
-    if isinstance(store, LocalStore):
-        _remove_empty(store, folder)
-    return freed
-
-
-def _remove(store: Store, key: str) -> None:
-    try:
-        store.delete(key)
-    except MissingKey:
-        return
-
-
-def _remove_empty(store: LocalStore, folder: str) -> None:
-    """Object stores have no folders; a local one should not keep thousands of empty ones."""
-    path = store.root / folder
-    try:
-        path.rmdir()
-    except OSError as error:
-        if path.is_dir() and not any(path.iterdir()):
-            raise StorageError(f"{path}: the empty folder cannot be removed ({error.strerror})") from None

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from truestep.checkpoint.of_run import RUN_FILE
 from truestep.errors import RecipeError, StorageError, UserError
 from truestep.files import publish
 from truestep.parallel.job import Job
@@ -18,7 +19,6 @@ from truestep.runlog.log import LogReader, RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.stages.progress import TerminalProgress
 
-RUN_FILE = "run.json"
 SHOWN_DIFFERENCES = 6
 
 
@@ -56,21 +56,6 @@ class Context:
 
 def run_directory(recipe: Recipe) -> Path:
     return Path(recipe.run.dir).expanduser() / recipe.run.name
-
-
-def checkpoint_place(recipe: Recipe, run_dir: Path, stage: str) -> str:
-    """Folder or URL of a stage's checkpoints."""
-    url = recipe.checkpoint.url
-    return f"{url.rstrip('/')}/{recipe.run.name}/{stage}" if url else str(run_dir / "checkpoints" / stage)
-
-
-def recorded_mapping(run_dir: Path) -> dict[str, Any]:
-    """The recipe that a run directory was made with."""
-    file = run_dir / RUN_FILE
-    try:
-        return json.loads(file.read_bytes())["mapping"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} cannot be read ({error}); give the directory of a run") from None
 
 
 def open_run(recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from truestep.checkpoint.of_run import checkpoint_place
 from truestep.errors import ModelError
 from truestep.imports import is_import_path, load_object
 from truestep.losses.base import open_loss
@@ -13,7 +14,7 @@ from truestep.parallel.mesh import Limits, resolve
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
-from truestep.stages.context import checkpoint_place, run_directory
+from truestep.stages.context import run_directory
 from truestep.stages.corpora import stage_data
 from truestep.storage.probe import require_safe
 from truestep.storage.store import open_store

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from truestep.checkpoint.load import load_newest
+from truestep.checkpoint.of_run import checkpoint_place, recorded_mapping
 from truestep.data.tokenizer import load_tokenizer
 from truestep.errors import CheckpointError, UserError
 from truestep.models.build import build_model, init_weights
@@ -15,7 +16,6 @@ from truestep.models.load import require_own_module
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
 from truestep.runlog.log import read
-from truestep.stages.context import checkpoint_place, recorded_mapping
 from truestep.stages.corpora import build_tokenizer
 from truestep.storage.store import open_store
 

@@ -10,13 +10,14 @@ from truestep.checkpoint.catalogue import begin_epoch, list_committed
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load_newest
+from truestep.checkpoint.of_run import checkpoint_place
 from truestep.checkpoint.retention import Policy
 from truestep.checkpoint.upkeep import Upkeep
 from truestep.data.loader import Loader
 from truestep.errors import CheckpointError
 from truestep.recipe.digests import bits_fields, changed, what
 from truestep.recipe.stage import Stage
-from truestep.stages.context import Context, checkpoint_place
+from truestep.stages.context import Context
 from truestep.stages.measure import versions
 from truestep.stages.tiers import said_places, with_places
 from truestep.storage.store import open_store

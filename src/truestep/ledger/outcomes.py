@@ -84,37 +84,51 @@ class Outcome:
 def outcomes(injections: Sequence[Injection], records: Sequence[Record], hang_s: float) -> list[Outcome]:
     """One for each injection, in the order given. Each notice counts for one injection."""
     found = incidents(records)
-    notices = sorted(_notices(found.faults, records), key=lambda one: one[1].at_s)
     hosts = [(r.time_s, r.data.hosts) for r in records if isinstance(r.data, log.AttemptStart)]
-    results: dict[int, Outcome] = {}
-    for number, injection in sorted(enumerate(injections), key=lambda one: one[1].at_s or 0.0):
-        expected = injection.fault.expected(hang_s)
+    hit = [_host_of(injection, hosts) for injection in injections]
+    noticed = _assigned(injections, hit, list(_notices(found.faults, records)))
+    results = []
+    for number, injection in enumerate(injections):
+        seen = noticed.get(number)
         if injection.at_s is None:
-            results[number] = Outcome(injection, expected)
+            results.append(Outcome(injection, injection.fault.expected(hang_s)))
             continue
-        fits = [
-            one
-            for one in notices
-            if one[0] in NOTICES[injection.fault.kind] | {"ended"} and one[1].at_s >= injection.at_s - EARLY_S
-        ]
-        fits.sort(key=lambda one: one[0] == "ended")  # that an attempt ended counts where nothing else was said
-        chosen = fits[0] if fits and (fits[0][0] != "ended" or injection.fault.kind in ("kill", "stop")) else None
-        if chosen is not None:
-            notices.remove(chosen)
-        noticed = chosen[1] if chosen is not None else None
-        since_s = max(injection.at_s, noticed.at_s if noticed is not None else 0.0)
+        since_s = max(injection.at_s, seen.at_s if seen is not None else 0.0)
         steps = (r for r in records if isinstance(r.data, log.Step) and r.time_s > since_s)
-        back = next((r.time_s for r in steps if r.data.step >= injection.step and not r.data.skipped), None)
-        until_s = float("inf") if back is None else back
-        results[number] = Outcome(
-            injection,
-            expected,
-            noticed,
-            _located(injection, noticed, _host_of(injection, hosts)),
-            None if back is None else back - injection.at_s,
-            [words(d.event) for d in found.decisions if injection.at_s - EARLY_S <= d.time_s <= until_s],
+        back_s = next((r.time_s for r in steps if r.data.step >= injection.step and not r.data.skipped), None)
+        until_s = float("inf") if back_s is None else back_s
+        about = [] if seen is None else [d for d in found.decisions if since_s - EARLY_S <= d.time_s <= until_s]
+        results.append(
+            Outcome(
+                injection,
+                injection.fault.expected(hang_s),
+                seen,
+                _located(injection, seen, hit[number]),
+                None if back_s is None else back_s - injection.at_s,
+                [words(decision.event) for decision in about],
+            )
         )
-    return [results[number] for number in range(len(injections))]
+    return results
+
+
+def _assigned(
+    injections: Sequence[Injection], hit: Sequence[str | None], notices: list[tuple[str, Noticed]]
+) -> dict[int, Noticed]:
+    """The notice of each injection, by its number. A notice is about the newest injection before it that it may be
+    about, of those on the rank or host that it names if there are any. That an attempt ended is a notice of a process
+    that was lost where nothing else was said."""
+    found: dict[int, Noticed] = {}
+    for kind, notice in sorted(notices, key=lambda one: (one[0] == "ended", one[1].at_s)):
+        fits = [
+            number
+            for number, one in enumerate(injections)
+            if number not in found and one.at_s is not None and one.at_s <= notice.at_s + EARLY_S
+            if kind in NOTICES[one.fault.kind] or (kind == "ended" and one.fault.kind in ("kill", "stop"))
+        ]
+        if fits:
+            right = [number for number in fits if _located(injections[number], notice, hit[number])]
+            found[max(right or fits, key=lambda number: injections[number].at_s or 0.0)] = notice
+    return found
 
 
 def _notices(faults: Sequence[Incident[log.Fault]], records: Sequence[Record]) -> Iterator[tuple[str, Noticed]]:

@@ -68,7 +68,8 @@ def _keys(store: Store, expected: str = "") -> set[str]:
     """All names in commits/, as of a moment when `expected` was among them. A store that still lists what was there
     before is asked again, and given up after some seconds."""
     for wait_s in LATE_LISTS_S:
-        time.sleep(wait_s)
+        if wait_s:
+            time.sleep(wait_s)
         keys = {entry.key for entry in store.list("commits")}
         if not expected or expected in keys:
             return keys
@@ -100,10 +101,8 @@ def _newest_epoch(store: Store, keys: Collection[str]) -> Epoch:
             body = unseal(store.get(key), f"{store.url}/{key}")
         except MissingKey:
             continue
-        if body["epoch"] != number:
-            raise CheckpointError(
-                f"{store.url}/{key}: holds the record of epoch {body['epoch']}; restore it from a copy"
-            )
+        if body.keys() != {"epoch", "honours"} or body["epoch"] != number:
+            raise CheckpointError(f"{store.url}/{key}: holds another record; it was swapped; restore it from a copy")
         return Epoch(number, tuple(body["honours"]))
     return Epoch(0, ())
 
@@ -200,6 +199,8 @@ def read_commit(store: Store, committed: Committed) -> CommitRecord:
     """What a commit says; CheckpointError if it is damaged, StorageError if it is not there."""
     where = f"{store.url}/{committed.key}"
     body = unseal(store.get(committed.key), where)
+    if "manifest" not in body:
+        raise CheckpointError(f"{where}: holds another record; it was swapped")
     if (body["step"], body["epoch"]) != (committed.step, committed.epoch):
         raise CheckpointError(
             f"{where}: holds the commit of step {body['step']}, epoch {body['epoch']}; it was swapped"

@@ -55,6 +55,9 @@ class _Buffer:
     data: torch.Tensor | None = None
 
 
+_Request = tuple[_Buffer, list[tuple[_Want, int]]]
+
+
 class BlockReader(StorageReader):
     """Reads one committed checkpoint. `bytes_read` counts what was asked of the store."""
 
@@ -92,12 +95,9 @@ class BlockReader(StorageReader):
         for buffer in buffers:
             buffer.data = host_bytes(buffer.stop - buffer.start)
         requests = [(buffer, blocks) for buffer in buffers for blocks in _requests(buffer, self.store.request_bytes)]
-        with ThreadPoolExecutor(self.store.requests_at_once) as pool:
-            for count, (buffer, _) in zip(
-                pool.map(lambda request: self._read(*request), requests), requests, strict=True
-            ):
-                self.bytes_read += count
-                self.store.event(f"{buffer.object}: blocks verified")
+        for count, (buffer, _) in zip(self._read_all(requests), requests, strict=True):
+            self.bytes_read += count
+            self.store.event(f"{buffer.object}: blocks verified")
         return buffers
 
     def apply(self, buffers: list[_Buffer], planner: LoadPlanner) -> None:
@@ -123,6 +123,14 @@ class BlockReader(StorageReader):
         block_bytes = chunk.block_bytes
         stop = ((last + 1) * dtype.itemsize - 1) // block_bytes + 1
         return _Want(item, name, chunk, dtype, first * dtype.itemsize // block_bytes, stop)
+
+    def _read_all(self, requests: list[_Request]) -> Iterator[int]:
+        """Bytes of each request, in order; as many at once as keep the store busy."""
+        if len(requests) <= 1 or self.store.requests_at_once == 1:
+            yield from (self._read(*request) for request in requests)
+            return
+        with ThreadPoolExecutor(self.store.requests_at_once) as pool:
+            yield from pool.map(lambda request: self._read(*request), requests)
 
     def _read(self, buffer: _Buffer, blocks: list[tuple[_Want, int]]) -> int:
         """One range request for neighbouring blocks, each verified."""

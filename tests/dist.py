@@ -40,13 +40,17 @@ def _child(fn: Callable[..., Any], rank: int, world: int, args: tuple, store: st
         os._exit(0)
 
 
-def run_job(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """As `run_ranks`, but fn joins the job itself, by the variables that torchrun would set."""
+def free_port() -> int:
+    """One that nobody listens at just now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        return listener.getsockname()[1]
+
+
+def run_job(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """As `run_ranks`, but fn joins the job itself, by the variables that torchrun would set."""
     old = dict(os.environ)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     try:
         return _run(fn, world, args, timeout_s, group=False)
     finally:

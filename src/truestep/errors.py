@@ -44,3 +44,7 @@ class Again(Exception):
     def __init__(self, reason: str, without: tuple[str, ...] = ()):
         self.reason, self.without = reason, without
         super().__init__(reason)
+
+
+class Lost(Exception):
+    """Another process of the job failed by an error of the program, or is gone; nothing here is wrong by itself."""

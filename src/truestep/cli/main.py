@@ -6,7 +6,7 @@ import traceback
 
 import typer
 
-from truestep.errors import Again, HeardError, UserError
+from truestep.errors import Again, HeardError, Lost, UserError
 
 app = typer.Typer(
     name="truestep",
@@ -19,7 +19,18 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; what is wrong outside the program is one sentence and exit code 2."""
+    """Run the command line, and let the agent of a worker know how it ends."""
+    from truestep.elastic.lifeline import say_end
+
+    try:
+        _main()
+    except SystemExit as end:
+        say_end(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+
+
+def _main() -> None:
+    """What is wrong outside the program is one sentence and exit code 2."""
     from truestep.cli import register
     from truestep.cli.verbs import WorkerFailed
 
@@ -41,6 +52,8 @@ def main() -> None:
         for sentence in str(error).splitlines():
             print(f"truestep: {sentence}", file=sys.stderr)
         sys.exit(2)
+    except Lost:  # somebody else says why
+        sys.exit(70)
     except Exception:  # a worker's exit code must tell an error of the program from a gate, which is 1
         traceback.print_exc()
         sys.exit(70)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from truestep.errors import Again, HeardError, UserError
+from truestep.errors import Again, HeardError, Lost, UserError
 
 POLL_S = 0.5
 RANKS_PER_S = 2000
@@ -34,10 +34,6 @@ FIRST, WHY, HEARD = "failed/first", "failed/why", "failed/heard"
 
 # What gloo and c10d say of a connection that is gone; gloo's errors have no type of their own.
 _BROKEN = re.compile(r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
-
-
-class Lost(Exception):
-    """Another process of the job failed by an error of the program, or is gone; nothing here is wrong by itself."""
 
 
 def connection_broke(error: BaseException) -> bool:

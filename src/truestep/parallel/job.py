@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from truestep.errors import HeardError, UserError
+from truestep.errors import HeardError, Lost, UserError
 from truestep.parallel.environment import Place, host_name, rendezvous_variables
-from truestep.parallel.failure import FailureWatch, Lost
+from truestep.parallel.failure import FailureWatch
 from truestep.runlog.counters import Counters
 
 

@@ -3,10 +3,9 @@
 The agent of a machine listens at a unix socket, whose path its workers have in TRUESTEP_ORDERS. A worker that has torn
 its groups down connects and says who it is, one line of JSON:
 
-    {"pid": 4711, "rank": 2, "local_rank": 2, "why": "rank 1 is gone", "again": false, "without": []}
+    {"pid": 4711, "rank": 2, "local_rank": 2, "why": "rank 1 is gone"}
 
-`again`: all ranks ended the attempt on purpose (errors.Again), to go on without the hosts that are named. The answer,
-when the agent has it, is one line:
+The answer, when the agent has it, is one line:
 
     {"rank": 1, "world": 3, "local_rank": 1, "local_world": 3, "master_addr": "127.0.0.1", "master_port": 41233}
 
@@ -19,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from truestep.errors import Again
 from truestep.parallel.environment import Place
 
 VARIABLE = "TRUESTEP_ORDERS"
@@ -33,14 +31,6 @@ class Left:
     rank: int
     local_rank: int
     why: str
-    again: bool = False
-    without: tuple[str, ...] = ()
-
-    @classmethod
-    def by(cls, end: Exception, pid: int, place: Place) -> "Left":
-        """What `end` says of a process that was at `place`."""
-        without = end.without if isinstance(end, Again) else ()
-        return cls(pid, place.rank, place.local_rank, str(end), isinstance(end, Again), without)
 
 
 @dataclass(frozen=True)

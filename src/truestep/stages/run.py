@@ -10,10 +10,9 @@ from collections import Counter
 import torch
 
 from truestep.checkpoint.control import begin_job
-from truestep.errors import Again, UserError
+from truestep.errors import Again, Lost, UserError
 from truestep.files import publish
 from truestep.parallel.environment import Place
-from truestep.parallel.failure import Lost
 from truestep.parallel.job import Job, join
 from truestep.parallel.orders import Left, Orders
 from truestep.recipe.digests import bits, what, where
@@ -43,10 +42,10 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
     while True:
         try:
             return _attempt(recipe, here, command, launched)
-        except (Lost, Again) as end:
+        except Lost as end:
             if orders is None or here is None:
                 raise
-            left = Left.by(end, os.getpid(), here)
+            left = Left(os.getpid(), here.rank, here.local_rank, str(end))
         # Only now has the traceback let go of the model and of the groups, whose connections close with them: that is
         # what tells those who wait for this rank.
         gc.collect()
@@ -148,6 +147,7 @@ def _say_start(context: Context, launched: float) -> None:
         bits=bits_now(context),
         devices=devices,
         stages=[stage.name for stage in recipe.stages],
+        drill_every_s=recipe.checkpoint.drill_every,
         launched_s=launched,
         price_per_device_hour=ledger.price_per_device_hour,
         currency=ledger.currency,

@@ -26,7 +26,7 @@ class Checkpoint(Section):
     deadline: Seconds = field("30m", help="a save that takes longer is abandoned")
     max_failures: int = field(3, help="saves in a row that may fail before the run stops", ge=0)
     disk: str | None = field(
-        None, help="folder on a disk of each host, where its part of every checkpoint is kept as well"
+        None, help="folder on a disk of each host, where its part of the two newest checkpoints is kept as well"
     )
     memory: bool = field(
         False, help="keep the newest checkpoint also in the memory of this host and of a neighbour, outside the workers"

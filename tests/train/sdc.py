@@ -45,10 +45,10 @@ SETTINGS = {
     "exact ddp 3": Setting(3, {"dp_replicate": 3, "dp_shard": 1}, "exact"),
     "exact fsdp 3": Setting(3, {"dp_shard": 3}, "exact"),
     "exact one": Setting(1, {}, "exact"),
-    "tp 2": Setting(4, {"dp_shard": 2, "tp": 2}, rows=1),
-    "cp 2": Setting(4, {"dp_shard": 2, "cp": 2}, rows=1),
-    "pp 2": Setting(4, {"dp_shard": 2, "pp": 2}, rows=1, pipeline={"schedule": "1f1b"}),
-    "exact pp 2": Setting(4, {"dp_shard": 2, "pp": 2}, "exact", rows=1, pipeline={"schedule": "1f1b"}),
+    "tp 2": Setting(4, {"dp_shard": 2, "tp": 2}, rows=3),
+    "cp 2": Setting(4, {"dp_shard": 2, "cp": 2}, rows=3),
+    "pp 2": Setting(4, {"dp_shard": 2, "pp": 2}, rows=3, pipeline={"schedule": "1f1b"}),
+    "exact pp 2": Setting(4, {"dp_shard": 2, "pp": 2}, "exact", rows=3, pipeline={"schedule": "1f1b"}),
 }
 
 

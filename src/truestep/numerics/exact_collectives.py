@@ -2,7 +2,8 @@
 bits changed on the way. Residuals of any number of collectives, over any groups, may be added up before the one look.
 
 Sums of bit patterns are taken modulo 2^64. What one rank gives another is weighted by an odd number of that pair, so a
-changed bit, a lost message and one at the wrong place all show; only changes that cancel out within one do not.
+changed bit, a lost message and one at the wrong place all show; only changes that cancel out within one do not. With a
+trail, the number also depends on how many collectives of the step a group has had.
 """
 
 from collections.abc import Callable
@@ -21,11 +22,20 @@ class Trail:
         self.strike: Callable[[torch.Tensor], None] | None = None
         self._pairs: dict[int, tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]] = {}
         self._sums: dict[int, tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]] = {}
+        self._turns: dict[int, int] = {}
+
+    def turn(self, group: dist.ProcessGroup) -> int:
+        """An odd number for the next collective of a group, so that what is too much in one cannot make up for what is
+        missing in another."""
+        count = self._turns.get(id(group), 0)
+        self._turns[id(group)] = count + 1
+        return _mark(count, 0)
 
     def clear(self) -> None:
         """A step begins."""
         self._pairs.clear()
         self._sums.clear()
+        self._turns.clear()
 
     def delivered(self, x: torch.Tensor) -> None:
         if self.strike is not None:
@@ -76,10 +86,11 @@ def exchange_rows(
     received_WN = torch.empty_like(x_WN)
     dist.all_to_all_single(received_WN, x_WN, group=group)
     rank, world = group.rank(), group.size()
-    sent_W = _weighted(x_WN, [_mark(rank, other) for other in range(world)])
+    turn = trail.turn(group) if trail is not None else 1
+    sent_W = _weighted(x_WN, [_mark(rank, other) * turn for other in range(world)])
     if trail is not None:
         trail.delivered(received_WN)
-    received_W = _weighted(received_WN, [_mark(other, rank) for other in range(world)])
+    received_W = _weighted(received_WN, [_mark(other, rank) * turn for other in range(world)])
     if trail is not None:
         trail.exchanged(group, sent_W, received_W)
     return received_WN, sent_W.sum() - received_W.sum()
@@ -88,11 +99,12 @@ def exchange_rows(
 def sum_integers_(x_N: torch.Tensor, group: dist.ProcessGroup, trail: Trail | None = None) -> torch.Tensor:
     """Replace int64 `x_N` by its sum over `group`. Returns the residual."""
     world, rank = group.size(), group.rank()
-    before = x_N.sum()
+    turn = signed(trail.turn(group) if trail is not None else 1)
+    before = x_N.sum() * turn
     dist.all_reduce(x_N, group=group)
     if trail is not None:
         trail.delivered(x_N)
-    after = x_N.sum()
+    after = x_N.sum() * turn
     if trail is not None:
         trail.summed(group, before, after)
     return before * signed(sum(_mark(0, other) for other in range(world))) - after * signed(_mark(0, rank))
@@ -111,6 +123,7 @@ def send_integers(
         work.wait()
     if trail is not None and not sends:
         trail.delivered(x_N)
+    # the only message of its kind in a step, and between two ranks alone: nothing else could make up for it
     return x_N.sum() * signed(_mark(source, target) if sends else -_mark(source, target))
 
 

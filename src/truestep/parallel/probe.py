@@ -5,13 +5,16 @@ Under FSDP2 it is read off the buffer that enters the reduce-scatter; elsewhere 
 makes it (before it is added to `.grad`). Everything stays on the device until it is asked for.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from truestep.numerics.fingerprint import fingerprint
+from truestep.numerics.fixed_point import signed
+
+_TURN = signed(0x9E3779B97F4A7C15)
 
 Parts = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """The parts of a contribution by the name of the parameter, in the same memory."""
@@ -20,13 +23,13 @@ Parts = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 class GradientProbe:
     """Collects sums of squares; `next_microbatch` closes one microbatch, `take` returns and clears the norms.
 
-    `watched`: the microbatch (of a pipeline: any number for all of them) whose fingerprints are taken, into `prints`;
-    None: of none. `strike(name, part, microbatch)` is where fault injection gets at gradients.
+    `watched`: microbatches whose fingerprints are taken, into `prints` by microbatch and name. Those of a pipeline are
+    mixed: 0 stands for all of them. `strike(name, part, microbatch)` is where fault injection gets at gradients.
     """
 
     def __init__(self):
-        self.watched: int | None = None
-        self.prints: dict[str, torch.Tensor] = {}
+        self.watched: Collection[int] = ()
+        self.prints: dict[int, dict[str, torch.Tensor]] = {}
         self.strike: Callable[[str, torch.Tensor, int | None], None] | None = None
         self.microbatch: int | None = None
         self._parts: list[torch.Tensor] = []
@@ -46,10 +49,11 @@ class GradientProbe:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(x, dtype=dtype)
         self._parts.append(norm * norm)
-        if self.watched is not None and self.microbatch in (None, self.watched):
+        if (self.microbatch or 0) in self.watched:
+            prints = self.prints.setdefault(self.microbatch or 0, {})
             for name, part in parts():
-                found = fingerprint(part)
-                self.prints[name] = self.prints[name] + found if name in self.prints else found
+                # of several contributions the order counts, so that what is too much in one cannot make up for another
+                prints[name] = prints.get(name, 0) * _TURN + fingerprint(part)
 
     def next_microbatch(self) -> None:
         if self._parts:
@@ -67,7 +71,7 @@ class GradientProbe:
         """Around a run of one microbatch, or of a pipeline, whose norms do not count; its `prints` are taken, and those
         from before come back afterwards."""
         kept = self.watched, self.prints, self._done
-        self.watched, self.prints, self._done = 0, {}, []
+        self.watched, self.prints, self._done = (0,), {}, []
         try:
             yield
         finally:

@@ -60,6 +60,10 @@ class Accuser:
         hit = [rank for rank, (state, grads) in enumerate(told) if state or grads]
         everywhere = len(hit) > 1 and len(hit) == len(told)  # no chip does that
         faults = []
+        if everywhere:
+            names = sorted({name for state, grads in told for name in state + grads})
+            text = f"{names[0]} changed on every rank at once, while nothing should have changed it"
+            return [self.fault("state", text, hit, named=False, step=step, since=step - 1, tensor=names[0])]
         for rank in hit:
             state, grads = told[rank]
             text = (
@@ -67,7 +71,7 @@ class Accuser:
             )
             since = step - 1 if state else step
             where = {"tensor": (state + grads)[0], "tensors": len(state + grads)}
-            faults.append(self.fault("state", text, [rank], named=not everywhere, step=step, since=since, **where))
+            faults.append(self.fault("state", text, [rank], named=True, step=step, since=since, **where))
         return faults
 
     def copies(self, differing: Sequence[tuple[str, dict[int, int]]], step: int, since: int) -> list[Fault]:
@@ -85,14 +89,23 @@ class Accuser:
     def recomputed(self, trials: Sequence[Trial], step: int, clean: int) -> list[Fault]:
         """`clean`: the last step in which all recomputations agreed."""
         faults = []
-        for trial in trials:
-            found = trial.finding
-            times = "every time" if found.repeatable else "not every time"
-            text = f"other bits than others compute for a microbatch of rank {trial.owner}, {times}: {trial.where}"
-            since = clean + 1 if found.repeatable else step
-            where = {"owner": trial.owner, "tensor": trial.where, "repeatable": found.repeatable}
-            faults.append(self.fault("replay", text, found.odd, named=found.named, step=step, since=since, **where))
-        return _first_of_each(faults)
+        for named in (True, False):
+            some = [trial for trial in trials if trial.finding.named == named]
+            odd: dict[int, set[int]] = {}
+            for trial in some:
+                for rank in trial.finding.odd:
+                    # ranks of one data rank compute on each other's results: what shows on one may come from another
+                    odd.setdefault(trial.column.index(rank) if named else -1, set()).add(rank)
+            for ranks in odd.values():
+                first = next(trial for trial in some if ranks & set(trial.finding.odd))
+                once = not all(trial.finding.repeatable for trial in some if ranks & set(trial.finding.odd))
+                where = {"owner": first.owner, "tensor": first.where, "repeatable": not once}
+                place = f", in {first.where}" if first.where else ""
+                times = "but not every time" if once else "every time"
+                text = f"other bits than were computed otherwise for a microbatch of rank {first.owner}{place}, {times}"
+                since = step if once else clean + 1
+                faults.append(self.fault("replay", text, sorted(ranks), named=named, step=step, since=since, **where))
+        return faults
 
     def misdelivered(self, told: Sequence[Sequence[Delivered]], step: int) -> list[Fault]:
         """`told`: of each rank, what it and the others of its groups saw."""

@@ -65,7 +65,7 @@ class Integrity:
         wanted = self._asked or sampled(state.seed, "recompute", step, self._settings.replay_share)
         self._armed = self._repeatable and wanted and work.factor != 0
         self._work, self._asked = work, False
-        state.parallel.probe.watched = self._index(work) if self._armed else None
+        state.parallel.probe.watched = self._indices(work) if self._armed else ()
         state.parallel.wire.armed = self._armed
 
     def reduced(self) -> None:
@@ -92,7 +92,7 @@ class Integrity:
         if self._armed:
             self._state.parallel.wire.armed = False
             faults += [] if faults else self._compared(work, sums)
-            self._state.parallel.probe.watched = None
+            self._state.parallel.probe.watched = ()
         self._work = None
         if faults:
             self._rest.forget()
@@ -108,23 +108,32 @@ class Integrity:
             found.append(Alarm(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=False)))
         return [*found, *(self._replicas() if sweep else [])]
 
-    def _index(self, work: Work) -> int:
-        """Which microbatch of the step is computed again."""
-        return draw(self._state.seed, "microbatch", self._state.step) % len(work.batches)
+    def _indices(self, work: Work) -> Sequence[int]:
+        """Which microbatches of the step are computed again: one, or where every step is looked at, all. (Those of a
+        pipeline are one sum.)"""
+        count = 1 if self._state.parallel.pipeline is not None else len(work.batches)
+        if self._settings.replay_share == 1:
+            return range(count)
+        return [draw(self._state.seed, "microbatch", self._state.step) % count]
 
     def _compared(self, work: Work, sums: list[float]) -> list[Fault]:
         """What the step's collectives delivered, and what others make of each rank's work."""
-        index, step = self._index(work), self._state.step + 1
+        step, recheck = self._state.step + 1, self._recheck
         delivered = self._state.parallel.wire.delivered()
-        own = self._recheck.original(sums, index)
-        next_, again = self._recheck.neighbour(work, index, own)
-        unsound, differs = not all(each.sound for each in delivered), next_.digest != again.digest
-        any_unsound, any_differs = self._state.job.all_sum([float(unsound), float(differs)])
+        seen = {}
+        for index in self._indices(work):
+            own = recheck.original(sums, index)
+            seen[index] = own, *recheck.neighbour(work, index, own)
+        differ = [next_.digest != again.digest for _, next_, again in seen.values()]
+        unsound, *wrong = self._state.job.all_sum(
+            [float(not all(each.sound for each in delivered)), *map(float, differ)]
+        )
         faults: list[Fault] = []
-        if any_unsound:
+        if unsound:
             faults += self._accuser.misdelivered(self._accuser.everybody(delivered), step)
-        if any_differs:
-            trials = self._recheck.trials(work, index, own, next_, again)
+        if any(wrong):
+            index = next(index for index, ranks in zip(seen, wrong) if ranks)
+            trials = recheck.trials(work, index, *seen[index])
             if any(trial.repeats for trial in trials):
                 faults += self._accuser.recomputed(trials, step, self._rechecked)
             else:

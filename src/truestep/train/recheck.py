@@ -48,17 +48,19 @@ class Bits:
 @dataclass(frozen=True)
 class Trial:
     """One microbatch (or pipeline's worth) that several ranks computed: that of rank `owner`, in which `where` differs.
-    `finding.odd` are ranks of the job. `repeats`: some rank came to the same twice, so it is not the nature of the
-    computation to differ."""
+    `finding.odd` are ranks of the job, out of `column`: those at the same place of the other axes, by data rank.
+    `repeats`: some rank came to the same twice, so it is not the nature of the computation to differ."""
 
     owner: int
     where: str
+    column: tuple[int, ...]
     finding: Finding
     repeats: bool
 
 
 class Recheck:
-    """Compares the microbatch `index` of every rank of a step with what others make of it. Collective, all of it."""
+    """Compares a microbatch of every rank of a step, by its `index` there, with what others make of it. Collective, all
+    of it."""
 
     def __init__(self, state: TrainState):
         self._state = state
@@ -77,7 +79,8 @@ class Recheck:
 
     def original(self, sums: Sequence[float], index: int) -> Bits:
         """What the step itself came to, which was watched at `index`."""
-        prints, whole = self._state.parallel.probe.prints, self._state.parallel.pipeline is not None
+        whole = self._state.parallel.pipeline is not None
+        prints = self._state.parallel.probe.prints.get(0 if whole else index, {})
         losses = torch.tensor(sums if whole else [sums[index]], dtype=torch.float64)
         return _bits(losses, prints)
 
@@ -94,7 +97,7 @@ class Recheck:
         rows.append((self._at(1), self._compute(work, index, 1).digest))
         if self.size > 2:
             rows.append((self._at(2), self._compute(work, index, 2).digest))
-        differs = next_.first_difference(again) if self.size > 1 and next_.digest != again.digest else ""
+        differs = next_.first_difference(again) if next_.digest != again.digest else ""
         told: list = [(self._ranks, rows, differs, self._at(1))]
         if self._state.job.control is not None:
             told = [None] * self._state.job.world
@@ -116,7 +119,7 @@ class Recheck:
 
         with parallel.aside(), repeatable(parallel.device), exact.aside() if exact else nullcontext():
             sums, _ = parallel.run(batches, work.loss_of, work.factor, begin)
-            return _bits(torch.stack(sums).double(), parallel.probe.prints)
+            return _bits(torch.stack(sums).double(), parallel.probe.prints.get(0, {}))
 
     def _moved(self, batches: list[Batch], shift: int) -> list[Batch]:
         """Microbatches of the rank that is `shift` further on."""
@@ -170,5 +173,6 @@ def _judged(told: list) -> list[Trial]:
         finding = judge(digests)
         if not finding.agreed:
             repeats = any(len(set(found)) < len(found) for found in digests.values())
-            trials.append(Trial(column[owner], where.get((column, owner), "a repetition"), finding, repeats))
-    return trials
+            here = where.get((column, owner), "")
+            trials.append(Trial(column[owner], here, column, finding, repeats))
+    return sorted(trials, key=lambda trial: (not trial.where, trial.owner))

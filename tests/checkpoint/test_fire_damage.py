@@ -43,8 +43,8 @@ def _refusal(error, keys):
 
 
 def try_load(objects, keys):
-    """Load the newest from a store in which `keys` were tampered with, then the steps that they belong to. How the first
-    load ended."""
+    """Load the newest from a store in which `keys` were tampered with, then the steps that they belong to. How the
+    first load ended."""
     store, targets = MemoryStore(objects), blank()
     try:
         loaded = load_newest(store, targets)

@@ -11,6 +11,7 @@ When the other end is closed it ends; its children have a lifeline of their own 
 goes on as `python -m MODULE ARGUMENTS...` would, and ends as that would.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -20,6 +21,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +113,30 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(task["variables"])
         sys.argv = [module, *task["arguments"]]
+        _leave(_run(module))
+
+
+def _run(module: str) -> int:
+    """Run a module as `python -m` does; its exit code."""
+    try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _leave(code: int) -> None:
+    """End as the interpreter does, but for taking every module apart, which takes a second where torch is loaded."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

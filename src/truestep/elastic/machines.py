@@ -3,6 +3,7 @@
 import queue
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,7 +46,13 @@ class Machine(Protocol):
         """Why it is gone, in words that follow its name; None while it is there."""
         ...
 
-    def close(self) -> None: ...
+    def drop(self) -> None:
+        """It is lost; what may be left of it ends itself."""
+        ...
+
+    def close(self) -> None:
+        """End its workers, and let it go."""
+        ...
 
 
 @dataclass
@@ -74,20 +81,23 @@ class Here:
     def lost(self) -> str | None:
         return None
 
+    def drop(self) -> None:
+        self.close()
+
     def close(self) -> None:
         self.agent.close()
 
 
 @dataclass
 class There:
-    """A machine that joined. `id` is the same when it comes back after its connection broke."""
+    """A machine that joined."""
 
     wire: Wire
     name: str
     hosts: Mapping[str, int]
-    id: str
     _beat: dict[str, Any] = field(default_factory=dict)
     _used_port: int | None = None
+    _beaten: float = 0.0
 
     @property
     def address(self) -> str:
@@ -97,6 +107,9 @@ class There:
         self.wire.send(order)
 
     def events(self) -> list[dict[str, Any]]:
+        if time.monotonic() - self._beaten > BEAT_S:
+            self._beaten = time.monotonic()
+            self.wire.send({"do": "beat"})
         told = self.wire.received()
         for beat in (event for event in told if event["is"] == "beat"):
             self._beat = beat
@@ -122,11 +135,14 @@ class There:
     def refuse(self, why: str) -> None:
         """Turn the machine away."""
         self.wire.send({"do": "refuse", "why": why})
+        self.wire.finish()
+
+    def drop(self) -> None:
         self.wire.close()
 
     def close(self) -> None:
         self.wire.send({"do": "bye"})
-        self.wire.close()
+        self.wire.finish()
 
 
 def _aged(beat: dict[str, Any]) -> list[dict[str, int]]:
@@ -139,6 +155,7 @@ class Hub:
 
     def __init__(self, listen: str, token: bytes, welcome: dict[str, Any]):
         self._token, self._welcome = token, welcome
+        self._turned_away: set[str] = set()
         self._joined: queue.Queue[There] = queue.Queue()
         try:
             self._door = socket.create_server(address(listen))
@@ -173,14 +190,16 @@ class Hub:
         try:
             wire = Wire(line, self._token, server=True)
         except WireError as error:
-            print(f"supervisor: somebody at {peer} was turned away: {error}", flush=True)
+            if peer not in self._turned_away:  # who knocks again and again is told of once
+                self._turned_away.add(peer)
+                print(f"supervisor: somebody at {peer} was turned away: {error}", flush=True)
             return
         wire.send(self._welcome)
         while not wire.broken and wire.silent_s < LOST_S:
             for told in wire.received():
                 if told["is"] == "joined":
                     hosts = {str(name): int(processes) for name, processes in told["hosts"].items()}
-                    self._joined.put(There(wire, str(told["machine"]), hosts, str(told["id"])))
+                    self._joined.put(There(wire, str(told["machine"]), hosts))
                     return
             threading.Event().wait(0.02)
         wire.close()

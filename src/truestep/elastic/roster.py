@@ -78,6 +78,10 @@ class Roster:
                 "variables": dict(variables),
             }
             machine.follow(order)
+        for machine in list(self.machines.values()):
+            if isinstance(machine, There) and self.members.leaving.issuperset(machine.hosts):
+                machine.close()
+                self._lose(machine, "has left")
 
     def say_spares(self, group: Group, now_s: float) -> None:
         """Hosts that could be used and have no seat are spares from here on."""
@@ -112,7 +116,7 @@ class Roster:
 
     def _lose(self, machine: Machine, why: str) -> Loss:
         del self.machines[machine.name]
-        machine.close()
+        machine.drop()
         for name in machine.hosts:
             self.events.member(name, "left" if name in self.members.leaving else "lost")
         self.members.gone(machine.hosts)

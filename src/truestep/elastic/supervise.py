@@ -11,6 +11,7 @@ from truestep.elastic.budget import Budget
 from truestep.elastic.events import Events
 from truestep.elastic.machines import Here, Hub
 from truestep.elastic.members import Members
+from truestep.elastic.places import hosts_here, start_of
 from truestep.elastic.roster import Roster
 from truestep.elastic.stopping import Warnings
 from truestep.elastic.supervisor import STATE, Outcome, Supervisor
@@ -18,16 +19,16 @@ from truestep.elastic.wire import read_token
 from truestep.elastic.worlds import Worlds
 from truestep.recipe.dump import dump
 from truestep.recipe.recipe import Recipe
-
-HOSTS = "TRUESTEP_HOSTS"
-"""Names of hosts, with commas: this machine stands for all of them, as in tests and demonstrations."""
+from truestep.storage.keeper import TOKEN
 
 
 def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapping[str, str]) -> Outcome:
     """Carry out the recipe that lies in `file` with `ranks` processes of this machine, and of those that join."""
     run_dir = Path(recipe.run.dir).expanduser() / recipe.run.name
     elastic = recipe.machine.elastic
-    start, regroup = start_of(recipe, gpus)
+    if recipe.checkpoint.memory:
+        variables = {**variables, TOKEN: secrets.token_hex(32)}
+    start, regroup = start_of(recipe.machine, gpus)
     budget = Budget.load(run_dir / STATE, elastic.restarts, elastic.forget)
     budget.once_more()
     members = Members(
@@ -46,22 +47,6 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
     events = Events(run_dir)
     roster = Roster(members, events, {here.name: here}, hub)
     return Supervisor(events, members, roster, dict(variables), warnings).run()
-
-
-def start_of(recipe: Recipe, gpus: int) -> tuple[str, bool]:
-    """How workers are started, and whether the survivors of a failure may form a new group in place."""
-    elastic, device = recipe.machine.elastic, recipe.machine.device
-    on_cpu = device == "cpu" or (device == "auto" and not gpus)
-    start = elastic.start if elastic.start != "auto" else "fork" if on_cpu else "torchrun"
-    return start, elastic.regroup and on_cpu and start == "fork"
-
-
-def hosts_here(environ: Mapping[str, str], processes: int) -> dict[str, int]:
-    """The hosts that this machine stands for, with their processes: itself, or those that the environment names."""
-    names = [name.strip() for name in environ.get(HOSTS, "").split(",") if name.strip()]
-    if not names:
-        return {environ.get("TRUESTEP_HOST") or socket.gethostname(): processes}
-    return dict.fromkeys(names, max(1, processes // len(names)))
 
 
 def _hub(recipe: Recipe, start: str, regroup: bool, variables: Mapping[str, str]) -> Hub:

@@ -21,6 +21,7 @@ from truestep.errors import UserError
 
 HELLO_S = 10.0
 """How long the other side may take to prove itself."""
+FINISH_S = 2.0
 MAX_LINE_BYTES = 2**24
 TOKEN_BYTES = 16
 """A token is at least that long."""
@@ -75,7 +76,8 @@ class Wire:
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self._sending = threading.Lock()
         self.broken: str | None = None
-        threading.Thread(target=self._receive, name="wire", daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, name="wire", daemon=True)
+        self._receiver.start()
 
     @property
     def silent_s(self) -> float:
@@ -97,6 +99,13 @@ class Wire:
         while not self._inbox.empty():
             found.append(self._inbox.get())
         return found
+
+    def finish(self) -> None:
+        """Close after the last word, which the other side is given time to hear: it hangs up then."""
+        with contextlib.suppress(OSError):  # it was faster
+            self._line.shutdown(socket.SHUT_WR)
+        self._receiver.join(FINISH_S)
+        self.close()
 
     def close(self) -> None:
         self.broken = self.broken or "was closed"

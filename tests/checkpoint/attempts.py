@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -135,8 +136,8 @@ class Numbered:
 
 
 def strike(number: int) -> Callable[[], None]:
-    """Send oneself a signal."""
-    return lambda: os.kill(os.getpid(), number)
+    """Send oneself a signal: to the calling thread, which does not get any further before the process stops."""
+    return lambda: signal.pthread_kill(threading.get_ident(), number)
 
 
 class Forked:

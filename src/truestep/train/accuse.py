@@ -12,7 +12,7 @@ from truestep.runlog.records import Fault
 from truestep.sentinel.verdict import vote
 from truestep.train.recheck import Trial
 
-Kind = Literal["state", "replica", "replay", "collective"]
+Kind = Literal["state", "replica", "replay", "collective", "host", "link"]
 
 
 @dataclass(frozen=True)

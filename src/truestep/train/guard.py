@@ -28,6 +28,10 @@ class Guard(Protocol):
         """Whether bits of this step will be compared, so that it has to take kernels that repeat themselves."""
         ...
 
+    def idle(self) -> None:
+        """Between two steps there is time for a short test of this rank's device."""
+        ...
+
     def begin(self, work: Work) -> None:
         """Before the first forward pass."""
         ...

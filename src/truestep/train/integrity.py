@@ -17,10 +17,12 @@ from truestep.parallel.replica import compare, differing
 from truestep.recipe.sentinel import Sentinel
 from truestep.runlog.records import Fault
 from truestep.sentinel.alarm import Alarm
+from truestep.sentinel.host import SHORT, check_device
 from truestep.sentinel.inject import Injector
 from truestep.train import held
 from truestep.train.accuse import Accuser
 from truestep.train.at_rest import AtRest
+from truestep.train.first_checks import devices
 from truestep.train.guard import Corruption, Work
 from truestep.train.recheck import Recheck
 from truestep.train.state import TrainState
@@ -40,6 +42,7 @@ class Integrity:
         self._work: Work | None = None
         self._armed = self._asked = self._suspects = False
         self._repeatable = True
+        self._device = ""  # what is wrong with it
         self._left_at = -1
         self._rechecked = self._agreed = state.step  # steps up to which nothing was found
         self._alarms: list[Alarm] = []
@@ -51,6 +54,12 @@ class Integrity:
     def suspect(self) -> None:
         """This rank has a reason, be it none that proves anything, to have the step after next computed again."""
         self._suspects = True
+
+    def idle(self) -> None:
+        """There is time, some 10 ms, for a test of this rank's device. What it finds is told in the next step."""
+        device = self._state.parallel.device
+        if self._settings.check_host:
+            self._device = check_device(device, SHORT[device.type])
 
     def begin(self, work: Work) -> None:
         state, step = self._state, self._state.step
@@ -77,6 +86,7 @@ class Integrity:
         self._grads.find()
         yield float(len(self._rest.changed()) + len(self._grads.changed()))
         yield float(self._suspects)
+        yield float(bool(self._device))
         self._suspects = False
 
     def inspect(self, sums: list[float], numbers: list[float]) -> None:
@@ -87,6 +97,8 @@ class Integrity:
         if numbers[0] > 0:
             told = self._accuser.everybody((self._rest.changed(), self._grads.changed()))
             faults += self._accuser.own_memory(told, step)
+        if numbers[2] > 0:
+            faults += devices(self._accuser, self._device, step)
         if exact is not None and exact.gave_up:
             faults.append(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=True))
         if self._armed:

@@ -2,7 +2,7 @@
 
 import typer
 
-from truestep.cli import check, data, export, plan, replay, report, run, sample, show, status
+from truestep.cli import check, data, drill, export, plan, replay, report, run, sample, show, status
 
 
 def verbs(app: typer.Typer) -> None:
@@ -15,5 +15,6 @@ def verbs(app: typer.Typer) -> None:
     app.command()(status.status)
     app.command()(report.report)
     app.command()(replay.replay)
+    app.command()(drill.drill)
     app.command()(export.export)
     app.command()(sample.sample)

@@ -13,17 +13,11 @@ from types import FrameType
 
 from truestep.elastic.lifeline import PIPE
 from truestep.elastic.ports import free_port
+from truestep.parallel.environment import outside
 
 POLL_S = 0.05
 GRACE_S = 20.0
 """How long the others may go on after one has failed, to say what they have to say, before they are killed."""
-OF_A_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what says that this process belongs to a job."""
-    theirs = ("TRUESTEP_", "TORCHELASTIC_", "SLURM_")
-    return {k: v for k, v in environ.items() if k not in OF_A_JOB and not k.startswith(theirs)}
 
 
 def run_together(arguments: Sequence[str], processes: int, variables: Mapping[str, str]) -> int:

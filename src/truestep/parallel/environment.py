@@ -72,6 +72,13 @@ def first_host(node_list: str) -> str:
     return prefix + (number or "") + (suffix or "")
 
 
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what says that this process belongs to a job: for one that is started beside it."""
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    launchers = ("TRUESTEP_", "TORCHELASTIC_", "SLURM_")
+    return {name: value for name, value in environ.items() if name not in own and not name.startswith(launchers)}
+
+
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = environ.get(name)
     if value is None and default is not None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from truestep.checkpoint.catalogue import list_committed
 from truestep.checkpoint.control import Group
-from truestep.checkpoint.load import Loaded, load
+from truestep.checkpoint.load import Loaded, Mismatch, load
 from truestep.checkpoint.marks import quarantined
+from truestep.checkpoint.of_run import checkpoint_place
 from truestep.checkpoint.sealed import Committed
-from truestep.errors import CheckpointError, StorageError
+from truestep.errors import CheckpointError
 from truestep.numerics.fingerprint import combined
 from truestep.numerics.pieces import natural
 from truestep.recipe.degrees import Degrees
@@ -21,7 +22,7 @@ from truestep.recipe.load import load as load_recipe
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
 from truestep.stages.assemble import Parts
-from truestep.stages.context import Context, checkpoint_place
+from truestep.stages.context import Context
 from truestep.stages.recorded import Attempt, Recorded
 from truestep.stages.resume import bits_now
 from truestep.storage.interface import Store
@@ -32,6 +33,10 @@ AXES = ("tp", "cp", "ep")
 """Axes of the mesh whose degrees change how a microbatch is computed."""
 SETTLED = ("processes", "machine.threads", "machine.precision", "machine.device", "version of python")
 """Fields that are compared as what came of them, or that change no bit."""
+
+
+class Damaged(CheckpointError):
+    """None of the checkpoints to begin with is what it should be."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,8 @@ class Plan:
     precision: str
     first: int
     last: int
-    sources: list[str]
-    initial: bool
+    sources: list[str] = field(default_factory=list)
+    initial: bool = False
     left_out: list[list[int]] = field(default_factory=list)
     digests_at: list[int] = field(default_factory=list)
 
@@ -59,24 +64,22 @@ class Plan:
         return asdict(self)
 
 
-def elsewhere(mapping: dict[str, Any], attempt: Attempt, exact: bool, processes: int) -> dict[str, Any]:
-    """The recipe as an attempt computed with it, on so many processes here (0: the fewest that give the same bits)."""
-    mesh, machine = attempt.mesh, dict(mapping.get("machine", {}))
+def fewest_processes(attempt: Attempt) -> int:
+    """The fewest that compute a microbatch as an attempt did; more of them are data-parallel."""
+    return max(attempt.mesh.tp * attempt.mesh.cp, attempt.mesh.ep)
+
+
+def elsewhere(mapping: dict[str, Any], attempt: Attempt, processes: int, same_mesh: bool) -> dict[str, Any]:
+    """The recipe as an attempt computed with it, on so many processes here: on the same mesh, or data-parallel."""
+    mesh, machine = asdict(attempt.mesh), dict(mapping.get("machine", {}))
     for name in ("elastic", "profile_steps", "timeout"):
         machine.pop(name, None)
-    machine["threads"] = attempt.bits.get("threads", 1)
-    machine["precision"] = attempt.precision
-    if exact:
-        fewest = max(mesh.tp * mesh.cp, mesh.ep)
-        machine["mesh"] = {axis: asdict(mesh)[axis] for axis in AXES} | {"dp_replicate": 1, "dp_shard": "auto", "pp": 1}
-    else:
-        fewest = mesh.world
-        machine["mesh"] = asdict(mesh)
-    if machine["mesh"]["pp"] == 1:
+    if not same_mesh:
+        mesh |= {"dp_replicate": 1, "dp_shard": "auto", "pp": 1}
+    if mesh["pp"] == 1:
         machine.pop("pipeline", None)
-    machine["processes"] = processes or fewest
-    moved = mapping | {"machine": machine}
-    return _with_bits(moved, attempt)
+    bits = {"threads": attempt.bits.get("threads", 1), "precision": attempt.precision}
+    return _with_bits(mapping | {"machine": machine | bits | {"mesh": mesh, "processes": processes}}, attempt)
 
 
 def _with_bits(mapping: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def restore(context: Context, parts: Parts, plan: Plan, found: Recorded | None) 
     """Fill the state from the first source that is sound, and whose tensors are what was in memory when it was saved.
     Returns it (None for first weights), and why others were passed over. `found`: the log, on rank 0. Collective.
 
-    CheckpointError if there is none."""
+    Damaged, on all ranks, if there is none; Mismatch if one does not fit what this program builds."""
     job, state, notes = context.job, parts.state, list[str]()
     assert state.digests is not None
     store = open_checkpoints_of(context.recipe, context.run_dir, plan.stage)
@@ -123,15 +126,18 @@ def restore(context: Context, parts: Parts, plan: Plan, found: Recorded | None) 
             loaded = load(store, committed, tensors, group=group)
             state.restore(loaded.extra)
             parts.loader.restore(state.loader)
+            state.digests.forget()
             problem = _damage(state.digests.state(state.step), loaded.extra.get(EXTRA), found, state.step)
             problem = job.agree(f"sound/{key}", lambda problem=problem: problem)
             if problem:
                 raise CheckpointError(f"{store.url}/{key}: {problem}")
             return loaded, notes
-        except (CheckpointError, StorageError) as error:
+        except Mismatch:
+            raise
+        except CheckpointError as error:
             notes.append(f"passed over the checkpoint of step {committed.step}: {error}")
     if not plan.initial or state.step:
-        raise CheckpointError("; ".join(notes) or f"{store.url}: holds no checkpoint to begin with")
+        raise Damaged("; ".join(notes) or f"{store.url}: holds no checkpoint to begin with")
     return None, notes
 
 

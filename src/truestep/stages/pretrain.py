@@ -8,6 +8,7 @@ from truestep.runlog.digests import DigestLog
 from truestep.runlog.log import read
 from truestep.stages.assemble import assemble, digests
 from truestep.stages.context import Context
+from truestep.stages.drills import drills
 from truestep.stages.finish import Finished, finish
 from truestep.stages.opening import say_idle, say_start
 from truestep.stages.resume import open_checkpoints, resume
@@ -46,6 +47,7 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
         interval=_interval(context),
+        checks=drills(context, stage.name, checkpointer.store),
         rewinder=StageRewinder(context, parts, feed, checkpointer),
         profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
     )

@@ -50,12 +50,17 @@ class Shard:
 @dataclass
 class Recorded:
     """The steps of a stage that the run stands on, by number (from 1); where a later one began again, earlier ones of
-    the same and later numbers have fallen away. `left_out`: rows of the data order that are not read after a step."""
+    the same and later numbers have fallen away. `left_out`: rows of the data order that are not read after a step.
+    `attempt`: the last one."""
 
     stage: str
-    start: StageStart
+    attempt: Attempt
     steps: dict[int, Done] = field(default_factory=dict)
     left_out: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def of(self, step: int) -> Attempt:
+        """Who did a step; for one that was not done yet, the last attempt."""
+        return self.steps[step].attempt if step in self.steps else self.attempt
 
     def back_to(self, step: int) -> None:
         """The run went back to the end of this step."""
@@ -74,7 +79,7 @@ def recorded(run_dir: Path, stage: str | None = None) -> Recorded:
 
 def _collect(records: Iterable[Record], stage: str) -> Recorded:
     found: Recorded | None = None
-    world, bits, attempt = 1, {}, None
+    world, bits = 1, {}
     for record in records:
         data = record.data
         if isinstance(data, AttemptStart):
@@ -82,20 +87,20 @@ def _collect(records: Iterable[Record], stage: str) -> Recorded:
         if not isinstance(data, StageStart | Step | Digest | Resume | Decision) or data.stage not in (stage, None):
             continue
         if isinstance(data, StageStart):
-            found = found or Recorded(stage, data)
-            found.start = data
-            found.back_to(data.start_step)
             attempt = Attempt(record.attempt, _mesh(data, world), data.precision or "float32", bits)
-        elif found is not None and attempt is not None:
-            _take(found, attempt, data)
+            found = found or Recorded(stage, attempt)
+            found.attempt = attempt
+            found.back_to(data.start_step)
+        elif found is not None:
+            _take(found, data)
     assert found is not None
     return found
 
 
-def _take(found: Recorded, attempt: Attempt, data: Step | Digest | Resume | Decision) -> None:
+def _take(found: Recorded, data: Step | Digest | Resume | Decision) -> None:
     if isinstance(data, Step):
         found.back_to(data.step - 1)
-        found.steps[data.step] = Done(attempt, data)
+        found.steps[data.step] = Done(found.attempt, data)
     elif isinstance(data, Digest) and data.step in found.steps:
         done = found.steps[data.step]
         texts = {"gradient": data.gradient or done.gradient, "state": data.state or done.state}

@@ -6,14 +6,15 @@ in "fast" mode on the mesh of the run alone.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from truestep.checkpoint.control import begin_job
-from truestep.errors import UserError
+from truestep.checkpoint.of_run import recorded_mapping
+from truestep.errors import HeardError, UserError
 from truestep.numerics.batch import Batch
 from truestep.parallel.environment import Place
 from truestep.parallel.job import Job, join
@@ -22,17 +23,19 @@ from truestep.recipe.recipe import Recipe
 from truestep.runlog.digests import Kind, read_digests
 from truestep.sentinel.finite import Verdict
 from truestep.stages.again import (
+    Damaged,
     Plan,
     candidates,
     differences,
     elsewhere,
+    fewest_processes,
     open_checkpoints_of,
     restore,
     stage_of,
 )
 from truestep.stages.assemble import Parts, assemble, digests
 from truestep.stages.compare import Again, Compared, Part, Parting, compare
-from truestep.stages.context import Context, recorded_mapping
+from truestep.stages.context import Context
 from truestep.stages.progress import TerminalProgress
 from truestep.stages.recorded import Recorded, Shard, recorded, shards
 from truestep.train.state import TrainState
@@ -108,40 +111,40 @@ def plan_replay(
         )
     plan = plan_of(run_dir, found, first, last, processes, overrides)
     store = open_checkpoints_of(plan.recipe, run_dir, found.stage)
-    plan.sources.extend(committed.key for committed in candidates(store, found, first - 1))
-    return plan
+    keys = [committed.key for committed in candidates(store, found, first - 1)]
+    return replace(plan, sources=keys, initial=True)
 
 
 def plan_of(
-    run_dir: Path,
-    found: Recorded,
-    first: int,
-    last: int,
-    processes: int,
-    overrides: Sequence[str],
-    initial: bool = True,
+    run_dir: Path, found: Recorded, first: int, last: int, processes: int, overrides: Sequence[str] = ()
 ) -> Plan:
-    """A plan without sources."""
-    mapping = recorded_mapping(run_dir)
+    """A plan without sources. `processes` = 0: the fewest that give the same bits."""
+    mapping, attempt = recorded_mapping(run_dir), found.of(first)
     exact = mapping.get("numerics", {}).get("reduction") == "exact"
-    done = found.steps.get(first) or found.steps[max(found.steps)]
+    processes = processes or (fewest_processes(attempt) if exact else attempt.mesh.world)
+    same_mesh = not exact and processes == attempt.mesh.world
+    mapping = elsewhere(mapping, attempt, processes, same_mesh)
+    asked = load(mapping, overrides).machine.precision
+    precision = attempt.precision if asked == "auto" else asked
     at = [step for step, one in found.steps.items() if step <= last and (one.gradient or one.state)]
     left_out = [[step, *rows] for step, ranges in found.left_out.items() for rows in ranges]
-    mapping = elsewhere(mapping, done.attempt, exact, processes)
-    asked = load(mapping, overrides).machine.precision
-    precision = done.attempt.precision if asked == "auto" else asked
-    options = {"initial": initial, "left_out": left_out, "digests_at": at}
-    return Plan(mapping, list(overrides), found.stage, precision, first, last, [], **options)
+    return Plan(mapping, list(overrides), found.stage, precision, first, last, left_out=left_out, digests_at=at)
 
 
 def carry_out(run_dir: Path, plan: Plan, here: Place | None) -> Outcome | None:
-    """Do what is planned, on this process's part of the job. The outcome is there on rank 0."""
+    """Do what is planned, on this process's part of the job. The outcome is there on rank 0.
+
+    Damaged if there is no sound checkpoint to begin with (on other ranks than 0 HeardError)."""
     with joined(plan.recipe, here) as job, TerminalProgress(False) as progress:
         agreed = Plan(**job.agree("plan", plan.to_json))
         found = recorded(run_dir, agreed.stage) if job.first else None
         context = Context(agreed.recipe, job, run_dir, 0, progress, "")
-        with context.closing:
-            return repeat(context, agreed, found)
+        try:
+            with context.closing:
+                return repeat(context, agreed, found)
+        except Damaged as error:  # on all ranks alike, so that the job can be left in order
+            damaged = error
+    raise damaged if job.first else HeardError(str(damaged))
 
 
 @contextmanager

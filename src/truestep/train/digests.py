@@ -63,6 +63,10 @@ class Digests:
             self._take(step, "state", self.tensors())
         return self.taken["state"]
 
+    def forget(self) -> None:
+        """The state is another one, though perhaps of the same step."""
+        self.taken, self.taken_at = {}, -1
+
     def for_save(self, step: int) -> dict[str, Any]:
         """What the checkpoint of `step` says of its own tensors, as extra state."""
         known = self.taken_at == step and "state" in self.taken

@@ -81,9 +81,8 @@ def test_due_and_the_words():
     now = [0.0]
     interval = Interval(4, clock=lambda: now[0])
     assert interval.seconds == FIRST_S and not interval.due(FIRST_S - 0.1) and interval.due(FIRST_S)
-    assert interval.explain().startswith(
-        "the first checkpoint after 30 s, to see what one costs; a failure is expected"
-    )
+    said = "the first checkpoint after 10 s, to see what one costs; a failure is expected"
+    assert interval.explain().startswith(said)
     interval.saved(0.5, 2.0)
     for _ in range(5):
         now[0] += 60
@@ -95,6 +94,12 @@ def test_due_and_the_words():
     assert interval.due(interval.seconds) and not interval.due(interval.seconds * 0.99)
     said = interval.explain()
     assert "one stalls training for 0.5 s and takes 2 s" in said and "5 failures in 0.333 device-hours seen" in said
+
+
+def test_a_run_that_dies_before_its_first_save_saves_sooner():
+    """Else it would begin anew for ever."""
+    waits = [Interval(2, FailureRate(n, 2 * 8.0 * n)).seconds for n in range(6)]
+    assert waits[0] == FIRST_S and waits[3] < 4 and waits == sorted(waits, reverse=True)
 
 
 def test_bounds():

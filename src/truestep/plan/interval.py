@@ -17,8 +17,9 @@ PRIOR_DEVICE_S = 54 * 86400 * 16384 / 419
 """Device-seconds between failures before a run has shown its own (5.8 years): 419 unexpected interruptions in 54 days
 of Llama 3 405B on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 DECADES = 7
-FIRST_S = 30.0
-"""The first save of a run comes after this long: it shows what a save costs, and whether the store takes it."""
+FIRST_S, GUESS_S = 10.0, 0.5
+"""The first save of a run comes this early, or earlier where the run fails so often that a save with a stall of GUESS_S
+would have to: it shows what a save costs, and whether the store takes it."""
 LEAST_S, MOST_S = 1.0, 3600.0
 _RECENT = 7  # saves whose median counts
 _IN_ORDER = ("finished", "stopped", "gate")
@@ -106,7 +107,7 @@ class Interval:
     def seconds(self) -> float:
         """From the beginning of one save to that of the next."""
         if not self.stalls_s:
-            return FIRST_S
+            return max(LEAST_S, min(FIRST_S, daly(GUESS_S, self.mtbf_s)))
         best = daly(median(self.stalls_s), self.mtbf_s)
         return max(min(max(best, LEAST_S), MOST_S), median(self.totals_s))
 

@@ -2,9 +2,11 @@
 
 import json
 import platform
+import re
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from importlib.metadata import version
 from statistics import median
 from typing import Any
@@ -111,6 +113,15 @@ def _once(context: Context, name: str, measure: Callable[[], dict[str, Any]]) ->
         return known[name]
 
     return context.job.agree(f"measure/{name}", recorded)
+
+
+def hardware(device: torch.device) -> str:
+    """The chip that computes, as far as kernels are chosen by it: another CPU of the same family may round otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    known = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.+)", known.read_text()) if known.exists() else None
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}" + (f", {found[1]}" if found else "")
 
 
 def versions() -> dict[str, str]:

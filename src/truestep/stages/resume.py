@@ -18,7 +18,7 @@ from truestep.errors import CheckpointError
 from truestep.recipe.digests import bits_fields, changed, what
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
-from truestep.stages.measure import versions
+from truestep.stages.measure import hardware, versions
 from truestep.stages.tiers import said_places, with_places
 from truestep.storage.store import open_store
 from truestep.train.state import TrainState
@@ -96,7 +96,6 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
 
 def bits_now(context: Context) -> dict[str, Any]:
     """What the last bits of a result depend on: fields of the recipe, the mesh's size, versions and hardware."""
-    device = context.job.device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    here = {"processes": context.job.world, "threads": torch.get_num_threads(), "hardware": hardware}
+    threads, chip = torch.get_num_threads(), hardware(context.job.device)
+    here = {"processes": context.job.world, "threads": threads, "hardware": chip}
     return bits_fields(context.recipe) | here | {f"version of {name}": v for name, v in versions().items()}

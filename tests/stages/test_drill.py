@@ -167,6 +167,16 @@ def test_a_fault_that_does_not_repeat_is_this_machines(run_dir):
     assert quarantined(store_of(run_dir)) == set() and posted(run_dir) == []
 
 
+def test_one_that_retention_deletes_meanwhile_is_not_called_damaged(run_dir):
+    def try_it(trial: Trial) -> Tried:
+        (run_dir / "checkpoints" / "base" / trial.key).unlink(missing_ok=True)
+        return Tried(1, damage="there is no such file")
+
+    with pytest.raises(verbs.UserError, match="was deleted by retention while it was drilled"):
+        drill(run_dir, try_it)
+    assert posted(run_dir) == []
+
+
 def test_a_checkpoint_too_large_for_the_memory_at_hand_is_only_read(run_dir):
     found = drill(run_dir, in_this_process(run_dir), free_bytes=1000.0)
     assert found.ok and found.level == "scrub" and "not loaded" in found.sentence

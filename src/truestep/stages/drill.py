@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from truestep.checkpoint.catalogue import list_committed, read_manifest
-from truestep.checkpoint.marks import mark, quarantined
+from truestep.checkpoint.marks import being_deleted, mark, quarantined
 from truestep.checkpoint.of_run import recorded_mapping
 from truestep.checkpoint.sealed import Committed
 from truestep.checkpoint.upkeep import verify_and_mark
@@ -117,6 +117,11 @@ def drill(
         for trial in _trials(found, committed, processes, wanted, exact):
             if finding.ok:
                 finding = _take(finding, _twice(try_it, trial))
+    if committed not in list_committed(store) or committed.key in being_deleted(store):
+        raise CheckpointError(
+            f"{store.url}/{committed.key} was deleted by retention while it was drilled, so nothing is said of it; "
+            "the next drill takes a newer one (checkpoint.keep says how many are kept)"
+        )
     finding = replace(finding, seconds=round(time.monotonic() - began, 3))
     _tell(run_dir, store, committed, finding)
     return finding

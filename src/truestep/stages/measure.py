@@ -6,8 +6,8 @@ import re
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -116,7 +116,7 @@ def _once(context: Context, name: str, measure: Callable[[], dict[str, Any]]) ->
 
 
 def hardware(device: torch.device) -> str:
-    """The chip that computes, as far as kernels are chosen by it: another CPU of the same family may round otherwise."""
+    """The chip that computes, as far as kernels are chosen by it: another CPU of a family may round otherwise."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     known = Path("/proc/cpuinfo")

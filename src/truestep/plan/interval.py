@@ -17,7 +17,7 @@ PRIOR_DEVICE_S = 54 * 86400 * 16384 / 419
 """Device-seconds between failures before a run has shown its own (5.8 years): 419 unexpected interruptions in 54 days
 of Llama 3 405B on 16,384 GPUs (arXiv 2407.21783, section 3.3.4)."""
 DECADES = 7
-FIRST_S, GUESS_S = 10.0, 0.5
+FIRST_S, GUESS_S = 10.0, 0.1
 """The first save of a run comes this early, or earlier where the run fails so often that a save with a stall of GUESS_S
 would have to: it shows what a save costs, and whether the store takes it."""
 LEAST_S, MOST_S = 1.0, 3600.0

@@ -29,7 +29,9 @@ class Saves:
         """Whether enough time has passed since the last one began."""
         since_s, every_s = time.monotonic() - self._saved_s, self._cadence.every_time
         if every_s == "auto":
-            return self._interval is not None and self._interval.due(since_s)
+            pending = self.checkpointer.pending
+            under_way = pending is not None and not pending.future.done()
+            return self._interval is not None and self._interval.due(since_s) and not under_way
         return bool(every_s) and since_s >= every_s
 
     def due_by_step(self) -> bool:
@@ -55,6 +57,8 @@ class Saves:
             self.failures = 0 if saved.ok else self.failures + 1
             if saved.ok and self._interval:
                 self._interval.saved(saved.stall_s, saved.total_s)
+                if (news := self._interval.news()) and self._record.log:
+                    self._record.log.append("note", text=f"{self._record.stage}: {news}")
             if saved.ok and self.checkpointer.upkeep:
                 self.checkpointer.upkeep.after(saved.commit)
             self._record.saved(saved)

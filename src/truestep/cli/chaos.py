@@ -40,7 +40,7 @@ def chaos(recipe: RecipePath, plan: Plan, out: Out = None, set: Overrides = None
         )
     ended = storm.carry_out()
     records = list(read(storm.run_dir))
-    found = outcomes(ended.injections, records, resolved.machine.elastic.hang)
+    found = outcomes(ended.injections, records, resolved.machine.hang_s)
     words = "ended by the plan's deadline" if ended.late else f"the run ended with exit code {ended.code}"
     page = write_page(out or storm.run_dir / "chaos.html", resolved.run.name, found, records, words)
     console = Console(highlight=False)

@@ -4,6 +4,7 @@ The supervisor calls the agent of its own machine directly; on other machines `t
 same orders and events go over a wire (truestep.elastic.wire). Both are mappings that JSON can carry:
 
     start    serial, ranks [{rank, host}], world, node, nodes, address, port, variables, regroup
+    dump     into                       write down what every worker is doing
     signal   number, ranks (None: all)
     ended    serial, rank, code         a worker ended
     waiting  serial, rank, why          a worker left its broken group and waits for a new one
@@ -20,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from truestep.elastic import stacks
 from truestep.elastic.attempt import crash
 from truestep.elastic.keeper import Keeper
 from truestep.elastic.ports import free_port
 from truestep.elastic.starts import STARTS, Ended, Nodes, Start, Work
 from truestep.elastic.waiting import Door
+from truestep.elastic.watcher import observed
 from truestep.runlog import counters
 from truestep.storage.keeper import TOKEN
 
@@ -61,6 +64,7 @@ class Agent:
     def __post_init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="truestep-")
         self._counters = Path(os.environ.get(counters.VARIABLE) or Path(self._folder.name) / "counters")
+        self._dumps = Path(self._folder.name) / "dumps"
         names = [host for host, processes in self.hosts.items() for _ in range(processes)]
         self._slots = {slot: host for slot, host in enumerate(names)}
         self._start: Start = STARTS[self.start](self.arguments)
@@ -73,6 +77,8 @@ class Agent:
             for worker in self._workers.values():
                 if order["ranks"] is None or (worker.serial is not None and worker.rank in order["ranks"]):
                     self._start.signal(worker.number, order["number"])
+        elif order["do"] == "dump":
+            stacks.dump(self.pids(), self._dumps, Path(order["into"]))
 
     def events(self) -> list[dict[str, Any]]:
         """What happened since the last call. Does not wait."""
@@ -90,7 +96,7 @@ class Agent:
         """A sign of life: a free port, and how far the workers are."""
         pids = set(self._start.pids().values())
         rows = counters.read(self._counters) if self._counters.exists() else []
-        alive = [row for row in rows if row["pid"] in pids]
+        alive = observed([row for row in rows if row["pid"] in pids])
         return {"is": "beat", "port": free_port(), "rows": alive, "now_ns": time.monotonic_ns()}
 
     def pids(self) -> dict[int, int]:
@@ -181,6 +187,7 @@ class Agent:
             "TRUESTEP_HOST": worker.host,
             SUPERVISED: 1,
             counters.VARIABLE: self._counters,
+            **stacks.variables(self._dumps),
         }
         if worker.door is not None:
             mine[ORDERS] = worker.door.path

@@ -6,7 +6,7 @@ any signal, is a crash.
 
 import signal
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 GATE, REFUSED, AGAIN, CRASHED, GONE = 1, 2, 75, 70, 255
 """CRASHED is the exit code of an exception that nobody expected, GONE stands for that of a worker that is gone without
@@ -24,6 +24,7 @@ class Fault:
     rank: int | None = None
     host: str | None = None
     code: int | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -81,9 +82,10 @@ class Attempt:
             self.waiting -= ranks
             self._blame(Fault("lost", f"host {host} {why}", at_s, min(ranks) if len(ranks) == 1 else None, host))
 
-    def hang(self, rank: int, text: str, at_s: float) -> None:
-        """The ranks do not go on, and `rank` is the one that the others wait for."""
-        self._blame(Fault("hang", text, at_s, rank, self.hosts[rank]))
+    def hang(self, rank: int | None, text: str, at_s: float, evidence: dict[str, Any]) -> None:
+        """The ranks do not go on, and `rank` is the one that the others wait for, if it is known."""
+        host = None if rank is None else self.hosts[rank]
+        self._blame(Fault("hang", text, at_s, rank, host, evidence=evidence))
 
     def condemn(self) -> set[int]:
         """The ranks that still run are to be ended; how they end proves nothing."""

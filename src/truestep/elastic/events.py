@@ -38,6 +38,7 @@ class Events:
         at_s = time.time() - (time.monotonic() - fault.at_s)
         named = fault.host is not None
         values = {"text": fault.text, "rank": fault.rank, "host": fault.host, "named": named}
+        values["evidence"] = fault.evidence
         self._post("fault", at_s, kind=fault.kind, **values)
 
     def decision(self, action: str, reason: str, **values: Any) -> None:

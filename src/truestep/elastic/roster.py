@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from truestep.elastic.events import Events
@@ -56,6 +57,11 @@ class Roster:
         """Send a signal to these ranks, or to all."""
         for machine in self.machines.values():
             machine.follow({"do": "signal", "number": int(number), "ranks": ranks})
+
+    def dump(self, into: Path) -> None:
+        """Let every machine write down what its workers are doing, into that folder of its own."""
+        for machine in self.machines.values():
+            machine.follow({"do": "dump", "into": str(into)})
 
     def port(self, group: Group) -> int | None:
         """A port for rank 0 of a group; None where its machine has none to offer yet."""

@@ -15,6 +15,7 @@ from truestep.elastic.places import hosts_here, start_of
 from truestep.elastic.roster import Roster
 from truestep.elastic.stopping import Warnings
 from truestep.elastic.supervisor import STATE, Outcome, Supervisor
+from truestep.elastic.watcher import HangWatch
 from truestep.elastic.wire import read_token
 from truestep.elastic.worlds import Worlds
 from truestep.recipe.dump import dump
@@ -45,8 +46,9 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
     here = Here(agent)
     warnings = Warnings(Path(elastic.notice).expanduser() if elastic.notice else None)
     events = Events(run_dir)
+    hangs = HangWatch(recipe.machine.hang_s, alike=recipe.machine.mesh.pp == 1)
     roster = Roster(members, events, {here.name: here}, hub)
-    return Supervisor(events, members, roster, dict(variables), warnings).run()
+    return Supervisor(events, members, roster, dict(variables), warnings, hangs).run()
 
 
 def _hub(recipe: Recipe, start: str, regroup: bool, variables: Mapping[str, str]) -> Hub:

@@ -10,14 +10,16 @@ decided by Members, Budget and judge, which are pure; this loop carries messages
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from truestep.elastic import judge
 from truestep.elastic.attempt import CRASHED, Attempt, Fault
 from truestep.elastic.events import Events
 from truestep.elastic.members import Group, Members
 from truestep.elastic.roster import Roster
+from truestep.elastic.stacks import by_flight
 from truestep.elastic.stopping import Warnings
+from truestep.elastic.watcher import HangWatch
 
 POLL_S = 0.02
 LOOK_S = 0.25
@@ -29,6 +31,7 @@ LOST_GRACE_S = 3.0
 JOIN_S = 600.0
 """How long to wait for hosts when there are too few."""
 STATE = "elastic/state.json"
+DUMPS = "elastic/dumps"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Supervisor:
     roster: Roster
     variables: dict[str, str]
     warnings: Warnings = field(default_factory=Warnings)
+    hangs: HangWatch | None = None
     attempt: Attempt | None = None
     group: Group | None = None
     _outcome: Outcome | None = None
@@ -120,6 +124,8 @@ class Supervisor:
             return
         self._looked = time.monotonic()
         self.events.flush()
+        if self.attempt is not None and not self.attempt.disturbed:
+            self._look_for_hang(self.attempt)
         if self.attempt is None or self.group is None or self.attempt.disturbed or self._stop is not None:
             return
         leaving = sorted(self.members.leaving & {seat.host for seat in self.group.seats})
@@ -129,6 +135,21 @@ class Supervisor:
             larger = self.members.choose(time.time())
             if larger is not None and larger.world > self.group.world:
                 self._ask_stop(Stop(f"there are hosts for {larger.world} processes", whole=False))
+
+    def _look_for_hang(self, attempt: Attempt) -> None:
+        """Where nothing moves any more: what all ranks are doing is written down, and the one that the others wait for
+        is ended, or all where that is not known."""
+        hang = self.hangs.look(self.roster.rows(), attempt.world) if self.hangs is not None else None
+        if hang is None:
+            return
+        into = self.events.run_dir / DUMPS / f"hang-{self._serial}-{max(row['step'] for row in hang.rows.values())}"
+        self.roster.dump(into)
+        verdict = hang.verdict if hang.verdict.rank is not None else by_flight(into)
+        hang = replace(hang, verdict=verdict)
+        self.events.say(f"{hang.text}; what the ranks were doing lies in {into}")
+        evidence = {"stacks": str(into), "counters": {str(rank): row for rank, row in hang.rows.items()}}
+        attempt.hang(verdict.rank, hang.text, time.monotonic(), evidence)
+        self.roster.signal(signal.SIGKILL, sorted(attempt.condemn()) if verdict.rank is None else [verdict.rank])
 
     def _ask_stop(self, stop: Stop) -> None:
         """Let the attempt end after its step, with a checkpoint. A stop of the whole run outweighs one to regroup."""

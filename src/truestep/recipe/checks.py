@@ -235,6 +235,9 @@ def _machine(recipe: Recipe) -> Iterator[Problem]:
     if machine.activation_checkpointing == "auto" and recipe.model is not None and recipe.model.module is not None:
         text = 'is "auto", but what blocks of a module of your own keep is not known; choose "none" or "full".'
         yield Problem("machine.activation_checkpointing", text, ("model.module",))
+    if machine.elastic.hang != "auto" and machine.elastic.hang >= machine.timeout:
+        text = f"is no shorter than machine.timeout, which would end the run first; {machine.timeout / 2:g}s would do."
+        yield Problem("machine.elastic.hang", text, ("machine.timeout",))
     for stage in recipe.stages:
         if machine.offload_optimizer and is_import_path(stage.optim.kind):
             text = f"moves the state of {' or '.join(OPTIMIZERS)}, not that of an optimizer of your own; remove it."

@@ -20,6 +20,9 @@ class Elastic(Section):
         "auto", help="fork: from a process that has torch loaded already; auto: that on CPUs, torchrun on GPUs"
     )
     regroup: bool = field(True, help="let survivors of a failure form a new group in place (gloo), without a new start")
-    hang: Seconds = field("5m", help="time without progress of any rank after which the run is taken to hang")
+    hang: Seconds | Literal["auto"] = field(
+        "auto",
+        help="time without progress of any rank after which the run is taken to hang; auto: half of machine.timeout",
+    )
     notice: str | None = field(None, help="a file whose appearance says that this host will be taken away")
     listen: str | None = field(None, help="host:port at which other hosts join (`truestep node`)")

@@ -143,6 +143,11 @@ class Machine(Section):
     data_workers: int = field(0, help="processes for data build; 0 means one a core", ge=0)
     cache: str = field("~/.cache/truestep", help="local cache of downloaded and remote data")
 
+    @property
+    def hang_s(self) -> float:
+        """Seconds without progress of any rank after which the run is taken to hang."""
+        return self.timeout / 2 if self.elastic.hang == "auto" else self.elastic.hang
+
 
 class Ledger(Section):
     """What the card says of compute, energy, place and money. What is not given is "not recorded", never zero."""

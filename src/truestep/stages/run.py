@@ -15,6 +15,7 @@ from truestep.files import publish
 from truestep.parallel.environment import Place
 from truestep.parallel.job import Job, join
 from truestep.parallel.orders import Left, Orders
+from truestep.parallel.witness import Witness
 from truestep.recipe.digests import bits, what, where
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
@@ -38,6 +39,15 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
     HeardError on the others. Where the machine's agent gives orders, the survivors of a failure go on in this process
     as the next attempt, from the newest checkpoint; elsewhere Lost is raised, and Again by all ranks together.
     """
+    witness = Witness.of(os.environ)
+    try:
+        return _attempts(recipe, here, command)
+    finally:
+        if witness is not None:
+            witness.close()
+
+
+def _attempts(recipe: Recipe, here: Place | None, command: str) -> str:
     launched, orders = float(os.environ.get("TRUESTEP_LAUNCHED") or time.time()), Orders.of(os.environ)
     while True:
         try:

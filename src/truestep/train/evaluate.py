@@ -84,7 +84,8 @@ def as_it_was(models: Iterable[nn.Module]) -> Iterator[None]:
 def _sums(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | None) -> list[float]:
     sums = torch.zeros(4, dtype=torch.float64, device=parallel.device)
     lengths = text.byte_lengths.to(parallel.device) if text is not None else None
-    for batch in batches:
+    for index, batch in enumerate(batches):
+        job.counters.microbatch(index)
         batch = parallel.own_part(batch).to(parallel.device)
         nll_BT = parallel.evaluate(batch, partial(token_nll, labels_BT=batch.labels_BT))
         if nll_BT is None or not parallel.counts:

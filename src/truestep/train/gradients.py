@@ -11,6 +11,7 @@ from truestep.numerics.batch import Batch
 from truestep.numerics.repeatable import repeatable
 from truestep.parallel.exact import Exact
 from truestep.parallel.model import LossOf
+from truestep.runlog.counters import SectionOf
 from truestep.train.routing import begin_routing, has_routers
 from truestep.train.state import TrainState
 
@@ -85,9 +86,11 @@ def exact(state: TrainState, reduction: Exact, run: Run, questions: Iterable[flo
 def _run(
     state: TrainState, batches: list[Batch], loss_of: LossOf, factor: float, begin: Callable[[int], None]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    state.counters.enter(SectionOf.COMPUTE)
     if has_routers(state):
         begin_routing(state, batches, state.scaler.scale)
     sums, metrics = state.parallel.run(batches, loss_of, factor, begin)
+    state.counters.enter(SectionOf.REDUCE)
     return torch.stack(sums).double(), {name: torch.stack(values).double() for name, values in metrics.items()}
 
 

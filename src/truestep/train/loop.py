@@ -89,7 +89,6 @@ class Loop:
             began = self._begin()
             for step, batches, num_targets in self.feed:
                 fetched = time.perf_counter()
-                counters.step(state.step)
                 questions = [float(stop.asked), float(state.job.first and self.saves.due())]
                 try:
                     with self.profiler.step() if self.profiler else nullcontext():
@@ -186,6 +185,7 @@ class Loop:
             self.save(wait=False)  # what is left out holds from now on, also if the run is killed before the next save
 
     def _begin(self) -> float:
+        self.state.counters.step(self.state.step)
         self.state.counters.enter(SectionOf.DATA)
         return time.perf_counter()
 

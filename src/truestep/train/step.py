@@ -79,6 +79,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
             parallel.draws.begin(state.step, number)
 
     def begin(index: int) -> None:
+        state.counters.microbatch(index)
         begin_number(index * groups.data_size + groups.data_rank)
 
     def loss_of(batch: Batch) -> Any:
@@ -87,7 +88,6 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     share = scale / divisor if divisor else 0.0
     if state.guard is not None:
         state.guard.begin(Work(batches, loss_of, share, begin_number))
-    state.counters.enter(SectionOf.COMPUTE)
     found = gradient(state, batches, loss_of, share, begin, everything(questions, state.guard))
     agreed, numbers = found.agreed[: len(questions)], found.agreed[len(questions) :]
     if state.guard is not None:

@@ -1,6 +1,5 @@
 """A stage's checkpoints: the store is opened, fenced off from earlier attempts, and the newest sound one taken up."""
 
-import platform
 from math import inf
 from typing import Any
 

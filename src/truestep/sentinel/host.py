@@ -28,7 +28,7 @@ class Sizes:
 
 SHORT = {"cpu": Sizes(4, 4 << 20), "cuda": Sizes(64, 256 << 20)}
 """Some 10 ms."""
-LONG = {"cpu": Sizes(12, 32 << 20), "cuda": Sizes(128, 2 << 30)}
+LONG = {"cpu": Sizes(8, 16 << 20), "cuda": Sizes(128, 2 << 30)}
 """Some 100 ms; for a start."""
 
 

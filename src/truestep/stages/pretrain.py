@@ -10,6 +10,7 @@ from truestep.stages.assemble import assemble, digests
 from truestep.stages.context import Context
 from truestep.stages.drills import drills
 from truestep.stages.finish import Finished, finish
+from truestep.stages.guarding import guard, measured
 from truestep.stages.opening import say_idle, say_start
 from truestep.stages.resume import open_checkpoints, resume
 from truestep.stages.rollback import StageRewinder
@@ -31,6 +32,7 @@ def carry_out(context: Context, stage: Stage) -> str:
     if parts.start and measure and state.parent is None:
         state.parent = asdict(measure(True))
 
+    watch = guard(context, stage, state)
     feed = parts.feed(context)
     loop = Loop(
         stage=stage.name,
@@ -43,11 +45,11 @@ def carry_out(context: Context, stage: Stage) -> str:
         metrics=context.metrics,
         log=context.log,
         watcher=context.progress,
-        evaluate=measure,
+        evaluate=measured(measure, watch),
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
         interval=_interval(context),
-        checks=drills(context, stage.name, checkpointer.store),
+        checks=[watch, *drills(context, stage.name, checkpointer.store)],
         rewinder=StageRewinder(context, parts, feed, checkpointer),
         profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
     )

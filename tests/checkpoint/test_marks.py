@@ -16,6 +16,7 @@ from truestep.checkpoint.marks import (
     quarantined,
     standing,
 )
+from truestep.checkpoint.sealed import seal
 from truestep.errors import CheckpointError
 from truestep.storage.local import LocalStore
 from truestep.storage.objects import ObjectStore
@@ -136,10 +137,12 @@ def test_marks_made_at_once_are_all_kept(tmp_path):
 
 def test_a_tie_protects(store):
     """Two processes may take the same number for the two of a pair, whose keys differ."""
-    mark(store, ONE, "unpinned")
-    mark(store, TWO, "pinned")
-    store.put(f"marks/{TWO.name}/unpinned-000001", store.get(f"marks/{ONE.name}/unpinned-000001"))
-    assert pinned(store) == {TWO.key}
+    mark(store, ONE, "pinned")
+    body = {"commit": ONE.key, "kind": "unpinned", "number": 1, "at_s": 1.0, "facts": {}}
+    store.put(f"marks/{ONE.name}/unpinned-000001", seal(body))
+    assert not any(each.damaged for each in marks_on(store, ONE)) and pinned(store) == {ONE.key}
+    store.put(f"marks/{ONE.name}/unpinned-000002", seal(body | {"number": 2}))
+    assert pinned(store) == set()
 
 
 def test_deleted_on_purpose_is_not_lost(store):

@@ -12,7 +12,7 @@ import pytest
 from truestep.elastic.keeper import Keeper, KeeperServer
 from truestep.errors import StorageError
 from truestep.storage.interface import KeyExists, MissingKey
-from truestep.storage.keeper import KeeperStore
+from truestep.storage.keeper import KeeperStore, receive, send
 
 
 @pytest.fixture
@@ -52,6 +52,20 @@ def test_what_a_store_does(store):
 def test_only_with_the_token(server):
     with pytest.raises(StorageError, match="does not know this token"):
         KeeperStore(server.address, "wrong", "run/base").list()
+
+
+def test_a_client_that_goes_on_without_the_token_is_not_served(server, store):
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port))) as client:
+        source, sink = client.makefile("rb"), client.makefile("wb", buffering=0)
+        receive(source)
+        send(sink, {"proof": "wrong"})
+        assert receive(source) == {"ok": False}
+        with pytest.raises((EOFError, ConnectionError)):  # which of them, depends on who is quicker
+            send(sink, {"op": "put", "key": "run/base/steps/1/a", "size": 1})
+            sink.write(b"x")
+            receive(source)
+    assert store.list() == []
 
 
 def test_noise_on_the_port_is_no_trouble(server, store):

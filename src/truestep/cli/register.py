@@ -2,7 +2,22 @@
 
 import typer
 
-from truestep.cli import check, data, drill, export, plan, replay, report, run, sample, show, status
+from truestep.cli import (
+    chaos,
+    check,
+    checkpoints,
+    data,
+    drill,
+    export,
+    node,
+    plan,
+    replay,
+    report,
+    run,
+    sample,
+    show,
+    status,
+)
 
 
 def verbs(app: typer.Typer) -> None:
@@ -12,9 +27,12 @@ def verbs(app: typer.Typer) -> None:
     app.command()(show.show)
     app.command()(plan.plan)
     app.add_typer(data.app, name="data")
+    app.command()(node.node)
     app.command()(status.status)
     app.command()(report.report)
     app.command()(replay.replay)
     app.command()(drill.drill)
+    app.add_typer(checkpoints.app, name="checkpoints")
+    app.command()(chaos.chaos)
     app.command()(export.export)
     app.command()(sample.sample)

@@ -9,11 +9,11 @@ by less than 2^32, so a change of one word always changes F; changes of several 
 less. It guards against faults, not against someone who wants to deceive.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import xxhash
 
 from truestep.numerics.fixed_point import signed
 from truestep.numerics.pieces import Piece, piece_of
@@ -63,7 +63,7 @@ def fingerprints(pieces: Mapping[str, torch.Tensor | Piece], names: Sequence[str
 
 def combined(names: Iterable[str], values: Iterable[int]) -> str:
     """One text (32 hex figures) for the fingerprints of named whole tensors, whatever their order."""
-    digest = xxhash.xxh3_128()
+    digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(zip(names, values, strict=True)):
         digest.update(f"{name} {shown(value)}\n".encode())
     return digest.hexdigest()

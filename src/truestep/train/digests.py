@@ -6,16 +6,20 @@ a step came out as it did here (`truestep replay`), and a restore whether it hol
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from truestep.checkpoint.manifest import MODEL
 from truestep.numerics.fingerprint import combined, fingerprints
 from truestep.numerics.pieces import Piece
 from truestep.parallel.job import Job
-from truestep.runlog.digests import DigestLog, Kind
 from truestep.runlog.log import RunLog
+
+if TYPE_CHECKING:  # a step needs nothing of the files that rows go to
+    from truestep.runlog.digests import DigestLog, Kind
+
+MODEL = "model."
+"""Begins the names of parameters and buffers among those of the state."""
 
 EXTRA = "fingerprints"
 """Name in a checkpoint's extra state: of every tensor, as it was in memory before anything was copied for the save."""
@@ -37,10 +41,10 @@ class Digests:
     every: int = 0
     at: Collection[int] = ()
     log: RunLog | None = None
-    rows: DigestLog | None = None
-    taken: dict[Kind, dict[str, int]] = field(default_factory=dict)
+    rows: "DigestLog | None" = None
+    taken: "dict[Kind, dict[str, int]]" = field(default_factory=dict)
     taken_at: int = -1
-    _names: dict[Kind, list[str]] = field(default_factory=dict)
+    _names: "dict[Kind, list[str]]" = field(default_factory=dict)
 
     def due(self, step: int) -> bool:
         """Whether both are taken at the step that makes `step` of them."""
@@ -77,7 +81,7 @@ class Digests:
             self.rows.flush()
         return {EXTRA: values}
 
-    def _take(self, step: int, kind: Kind, pieces: Mapping[str, Piece]) -> None:
+    def _take(self, step: int, kind: "Kind", pieces: Mapping[str, Piece]) -> None:
         if self.taken_at != step:
             self.taken, self.taken_at = {}, step
         if not self._names:  # the same in every step; each rank knows but its own
@@ -98,7 +102,7 @@ class Digests:
                 self.rows.append(self.stage, step, kind, values)
 
 
-def _names(tensors: Mapping[str, Piece], job: Job) -> dict[Kind, list[str]]:
+def _names(tensors: Mapping[str, Piece], job: Job) -> "dict[Kind, list[str]]":
     """The names of all tensors that any rank holds, sorted, on all ranks. A gradient that a step does not make, and
     that of a buffer, counts as zero."""
     held: list = [list(tensors)]

@@ -6,7 +6,7 @@ same orders and events go over a wire (truestep.elastic.wire). Both are mappings
     start    serial, ranks [{rank, host}], world, node, nodes, address, port, variables, regroup
     dump     into                       write down what every worker is doing
     signal   number, ranks (None: all)
-    ended    serial, rank, code         a worker ended
+    ended    serial, rank, code, step   a worker ended
     waiting  serial, rank, why          a worker left its broken group and waits for a new one
     beat     port (free for the next group), rows (of the counters), now_ns
 """
@@ -122,7 +122,13 @@ class Agent:
         if crash(end.code) and self._blamed != worker.serial:  # the others merely follow
             self._blamed = worker.serial
             self._failures[worker.slot] = self._failures.get(worker.slot, 0) + 1
-        return [{"is": "ended", "serial": worker.serial, "rank": worker.rank, "code": end.code}]
+        ended = {"is": "ended", "serial": worker.serial, "rank": worker.rank, "code": end.code}
+        return [ended | {"step": self._step_of(worker)}]
+
+    def _step_of(self, worker: _Worker) -> int | None:
+        """The last step that a worker counted, if it got that far."""
+        rows = counters.read(self._counters)
+        return next((row["step"] for row in rows if row["pid"] and row["rank"] == worker.rank), None)
 
     def _begin(self, order: dict[str, Any]) -> None:
         """Give the ranks to workers that wait, if that is ordered, and start what is missing."""

@@ -38,6 +38,7 @@ class Attempt:
     lost: set[int] = field(default_factory=set)
     echoes: set[int] = field(default_factory=set)
     fault: Fault | None = None
+    step: int | None = None  # the furthest of those that ended
 
     @property
     def world(self) -> int:
@@ -57,9 +58,11 @@ class Attempt:
         """Whether some ranks are out while others may still wait for them."""
         return bool(self.waiting or self.lost or any(code != 0 for code in self.ended.values()))
 
-    def end(self, rank: int, code: int, at_s: float) -> None:
-        """A worker ended with an exit code (negative: by that signal). torchrun sends SIGTERM to the others once one
-        has failed, so that signal proves nothing then."""
+    def end(self, rank: int, code: int, at_s: float, step: int | None = None) -> None:
+        """A worker ended with an exit code (negative: by that signal), at `step` where that is known. torchrun sends
+        SIGTERM to the others once one has failed, so that signal proves nothing then."""
+        if step is not None:
+            self.step = max(step, self.step or 0)
         if code == -signal.SIGTERM and self.disturbed:
             self.echoes.add(rank)
         self.waiting.discard(rank)

@@ -46,8 +46,8 @@ class Series:
 
 @dataclass
 class Budget:
-    """`restarts` failures of each host, and as many a host of the run, are borne. `quarantined`: hosts that were shown
-    to be faulty, with the reason; time does not heal them."""
+    """`restarts` failures of each host are borne, and of the run as many as its hosts may have together. `quarantined`:
+    hosts that were shown to be faulty, with the reason; time does not heal them."""
 
     restarts: int
     forget_s: float
@@ -79,8 +79,8 @@ class Budget:
         return self.score(host, now_s) > self.restarts
 
     def run_spent(self, hosts: int, now_s: float) -> bool:
-        """Whether the run, of that many hosts, has failed too often."""
-        return self.run.now(now_s, self.forget_s) > self.restarts * max(1, hosts)
+        """Whether the run, of that many hosts, has failed so often that each of them could have been given up."""
+        return self.run.now(now_s, self.forget_s) > (self.restarts + 1) * max(1, hosts) - 1
 
     @property
     def stuck(self) -> bool:
@@ -91,7 +91,7 @@ class Budget:
         """Somebody starts the run again by hand: what was given up gets one more chance, quarantines stay."""
         for score in self.hosts.values():
             score.value = min(score.value, float(self.restarts))
-        self.run.value = min(self.run.value, float(self.restarts))
+        self.run = Score()
         self.series = Series()
 
     @classmethod

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from truestep.elastic.attempt import Fault
-from truestep.elastic.members import Members
+from truestep.elastic.members import Members, times
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,6 @@ def _stop(members: Members, last: str, now_s: float) -> str | None:
             f"machine; the first time: {first.text}"
         )
     if budget.run_spent(len(members.hosts), now_s):
-        times = budget.run.now(now_s, budget.forget_s)
-        return (
-            f"it failed {times:.2g} times (older failures count less), and machine.elastic.restarts allows "
-            f"{budget.restarts} a host; the last time: {last}"
-        )
+        score = times(budget.run.now(now_s, budget.forget_s))
+        return f"it failed {score}, and machine.elastic.restarts allows {budget.restarts} a host; the last time: {last}"
     return None

@@ -28,6 +28,16 @@ class Machine(Protocol):
     @property
     def hosts(self) -> Mapping[str, int]: ...
 
+    @property
+    def address(self) -> str | None:
+        """Where other machines reach it; None for the supervisor's own, which does not know."""
+        ...
+
+    @property
+    def found_at(self) -> str | None:
+        """Where it has found the supervisor's machine."""
+        ...
+
     def follow(self, order: dict[str, Any]) -> None: ...
 
     def events(self) -> list[dict[str, Any]]:
@@ -61,6 +71,8 @@ class Here:
 
     agent: Agent
     name: str = HERE
+    address: str | None = None
+    found_at: str | None = None
 
     @property
     def hosts(self) -> Mapping[str, int]:
@@ -102,6 +114,10 @@ class There:
     @property
     def address(self) -> str:
         return self.wire.peer
+
+    @property
+    def found_at(self) -> str:
+        return self.wire.here
 
     def follow(self, order: dict[str, Any]) -> None:
         self.wire.send(order)

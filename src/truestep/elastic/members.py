@@ -97,7 +97,7 @@ class Members:
             if name in self.budget.quarantined:
                 found[name] = f"is quarantined ({self.budget.quarantined[name]})"
             elif self.budget.spent(name, now_s):
-                found[name] = f"has failed {self.budget.score(name, now_s):.2g} times (older failures count less)"
+                found[name] = f"has failed {times(self.budget.score(name, now_s))}"
             elif name in self.leaving:
                 found[name] = "is leaving"
         return found
@@ -126,6 +126,11 @@ class Members:
         """Hosts that are here and have no seat, the first that came first."""
         seated = {seat.host for seat in group.seats}
         return [name for name in self.hosts if name not in seated]
+
+
+def times(score: float) -> str:
+    """A score of failures in words."""
+    return "once" if round(score, 1) == 1 else f"{score:.2g} times (older failures count less)"
 
 
 def _seated(hosts: list[Host], world: int) -> Group:

@@ -85,7 +85,7 @@ class Roster:
             }
             machine.follow(order)
         for machine in list(self.machines.values()):
-            if isinstance(machine, There) and self.members.leaving.issuperset(machine.hosts):
+            if self.members.leaving.issuperset(machine.hosts):
                 machine.close()
                 self._lose(machine, "has left")
 
@@ -135,9 +135,8 @@ class Roster:
         first = self.machines[group.machines[0]]
         if len(group.machines) == 1:
             return "127.0.0.1"
-        if isinstance(first, There):
-            return first.address
-        return next(machine.wire.here for machine in self.machines.values() if isinstance(machine, There))
+        found = [machine.found_at for machine in self.machines.values() if machine.found_at is not None]
+        return first.address or found[0]
 
 
 def _names(machine: Machine) -> str:

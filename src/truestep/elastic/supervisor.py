@@ -62,7 +62,7 @@ class Supervisor:
     hangs: HangWatch | None = None
     attempt: Attempt | None = None
     group: Group | None = None
-    _outcome: Outcome | None = None
+    outcome: Outcome | None = None
     _serial: int = 0  # of the newest start
     _pending: tuple[Group, bool] | None = None  # a group that waits for a port, and whether survivors take part
     _stop: Stop | None = None
@@ -76,18 +76,22 @@ class Supervisor:
             try:
                 self.roster.open()
                 self._next("the run begins", None)
-                while self._outcome is None:
-                    self._hear()
-                    self._heed()
-                    self._look()
-                    self._act()
+                while self.outcome is None:
+                    self.turn()
                     time.sleep(POLL_S)
             finally:
                 self.roster.close()
-            if self._outcome.sentence:
-                self.events.close(self._outcome.sentence)
+            if self.outcome.sentence:
+                self.events.close(self.outcome.sentence)
             self.events.flush()
-            return self._outcome
+            return self.outcome
+
+    def turn(self) -> None:
+        """Once around: what came in, what is to be looked at, what is to be done about it. Does not wait."""
+        self._hear()
+        self._heed()
+        self._look()
+        self._act()
 
     def _hear(self) -> None:
         told, losses = self.roster.hear()
@@ -97,7 +101,7 @@ class Supervisor:
             if event["serial"] != self._serial:
                 continue
             if event["is"] == "ended":
-                self.attempt.end(event["rank"], event["code"], time.monotonic())
+                self.attempt.end(event["rank"], event["code"], time.monotonic(), event["step"])
             elif event["is"] == "waiting":
                 self.attempt.wait(event["rank"], event["why"], time.monotonic())
         for loss in losses:
@@ -110,7 +114,7 @@ class Supervisor:
         if why is None:
             return
         if self.attempt is None:
-            self._outcome = Outcome(128 + signal.SIGINT, f"the run was stopped while no attempt ran ({why})")
+            self.outcome = Outcome(128 + signal.SIGINT, f"the run was stopped while no attempt ran ({why})")
         elif self.warnings.twice:
             self._stop = Stop(why, whole=True)
             self.roster.signal(signal.SIGKILL)
@@ -190,21 +194,17 @@ class Supervisor:
         """The attempt is over: the run too, or there is a next one."""
         verdict, fault, stop = attempt.verdict(), attempt.fault, self._stop
         if verdict == "refused":
-            self._outcome = Outcome(2)
+            self.outcome = Outcome(2)
         elif verdict == "gate":
-            self._outcome = Outcome(1)
-        elif verdict == "ended" or (stop is not None and stop.whole):
+            self.outcome = Outcome(1)
+        elif stop is not None and stop.whole:
+            self.outcome = Outcome(_code(fault) if verdict == "broken" else 0)
+        elif verdict == "ended":
             end = self.events.last_end()
-            if (
-                verdict == "ended"
-                and stop is not None
-                and not stop.whole
-                and end is not None
-                and end.reason == "stopped"
-            ):
+            if stop is not None and end is not None and end.reason == "stopped":
                 self._next(stop.why, None)
             else:
-                self._outcome = Outcome(_code(fault) if verdict == "broken" else 0)
+                self.outcome = Outcome(0)
         elif verdict == "again":
             reason, without = self.events.asked()
             ruling = judge.asked(self.members, reason, without, time.time())
@@ -212,9 +212,9 @@ class Supervisor:
         else:
             assert fault is not None
             self.events.fault(fault)
-            end, steps = self.events.last_end(), [row["step"] for row in self.roster.rows()]
+            end = self.events.last_end()
             said = end.error if end is not None and end.error else fault.text
-            ruling = judge.failed(self.members, fault, max(steps, default=None), said, time.time())
+            ruling = judge.failed(self.members, fault, attempt.step, said, time.time())
             self._obey(ruling, fault.text, fault)
 
     def _obey(self, ruling: judge.Ruling, why: str, fault: Fault) -> None:
@@ -279,7 +279,7 @@ class Supervisor:
 
     def _give_up(self, why: str, fault: Fault | None) -> None:
         self.events.decision("stop", why)
-        self._outcome = Outcome(_code(fault), f"the run is given up: {why}")
+        self.outcome = Outcome(_code(fault), f"the run is given up: {why}")
 
 
 def _code(fault: Fault | None) -> int:

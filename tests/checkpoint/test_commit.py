@@ -127,6 +127,7 @@ def test_a_superseded_attempt_commits_nothing(tmp_path):
     assert not late.ok and "epoch 1 was superseded by 2" in late.error
     assert live.save(3, {"w": torch.ones(1)}, {}, asynchronous=False).result().ok
     assert list_committed(store) == [Committed(1, 1), Committed(3, 2)]
+    assert Committed(2, 1).key not in {entry.key for entry in store.list("commits")}, "it looked before it wrote"
     zombie.close()
     live.close()
 

@@ -92,9 +92,15 @@ def killed_then_cut(folder, off_at, limit=12, every=5):
     return try_power_cuts(disk.calls, folder, limit, first=first, every=every)
 
 
+def new_folders(folder):
+    """The numbers of the calls that come right after a folder was made."""
+    folder.mkdir()
+    return [n + 2 for n, call in enumerate(recorded(folder, [[1], [2]])) if call.kind == "make folder"]
+
+
 def test_power_cut_after_a_kill(tmp_path):
     """Names that a killed process left unsynced must not carry what the next one commits."""
-    found = [killed_then_cut(tmp_path / str(k), k) for k in [1, 2, 3, 4, 12, 20, 29, 40, 60]]
+    found = [killed_then_cut(tmp_path / str(k), k) for k in [*new_folders(tmp_path / "all"), 20, 29, 60]]
     assert all(cuts for cuts, _ in found)
     print(f"{sum(cuts for cuts, _ in found)} power cuts after a kill, {sum(disks for _, disks in found)} disks")
 

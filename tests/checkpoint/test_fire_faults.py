@@ -3,7 +3,6 @@ and later saves work."""
 
 import contextlib
 import errno
-import re
 import signal
 
 import pytest
@@ -166,6 +165,7 @@ def test_a_write_that_hangs_is_given_up_and_never_commits(tmp_path, asynchronous
     assert disk.stuck.wait(30)
     saved = save.result()
     assert not saved.ok and saved.error == "the store has not taken it within 0.4 s"
+    assert saved.total_s < 5
     stuck, old_stage = checkpointer.thread, checkpointer.stage
     for name, piece in live.items():  # training goes on
         piece.local.copy_(cut(state(2), 0, 1)[name].local)
@@ -179,6 +179,20 @@ def test_a_write_that_hangs_is_given_up_and_never_commits(tmp_path, asynchronous
     assert [result.step for result in checkpointer.finished()] == [1, 2]
     checkpointer.close()
     assert check(store, {2}) == {2}
+
+
+def test_a_save_that_hangs_before_its_commit_never_commits(tmp_path):
+    """The manifest is stored only after the deadline: the save was reported as failed, and stays so."""
+    disk = Faulty()
+    store = LocalStore(tmp_path, disk=disk)
+    checkpointer = _checkpointer(store, deadline_s=0.4)
+    store.event = lambda name: name == "objects checked" and disk.faults.update({disk.count + 2: "stuck"})
+    save = checkpointer.save(1, cut(state(1), 0, 1), extra(1), asynchronous=True)
+    assert disk.stuck.wait(30) and not save.result().ok
+    disk.freed.set()
+    checkpointer.thread.join(30)
+    assert any(entry.key.endswith("manifest.json") for entry in store.list("steps"))
+    assert check(store, set()) == set()
 
 
 def test_a_commit_that_hangs_past_the_deadline(tmp_path):
@@ -291,32 +305,31 @@ def test_an_answer_that_is_lost(took_effect):
 
 
 class Stale(MemoryStore):
-    """Lists what was there before, for as long as `lists` says."""
+    """Some of its lists, by number from 1, show what was there before."""
 
-    def __init__(self, objects, before, lists):
+    def __init__(self, objects, before, stale):
         super().__init__(objects)
-        self.before, self.lists = before, lists
+        self.before, self.stale, self.lists = before, stale, 0
 
     def list(self, prefix=""):
-        self.lists -= 1
-        return MemoryStore(self.before).list(prefix) if self.lists >= 0 else super().list(prefix)
+        self.lists += 1
+        return MemoryStore(self.before).list(prefix) if self.lists in self.stale else super().list(prefix)
 
 
-@pytest.mark.parametrize("lists", [1, 2, 3, 4, 5, 6, 8, 1000])
-def test_a_store_that_lists_what_was_there_before(monkeypatch, lists):
+@pytest.mark.parametrize("stale", [{1}, {2}, {1, 2}, {3}, {3, 4, 5}, {4}, {5}, {3, 5, 7, 9}, range(1000)])
+def test_a_store_that_lists_what_was_there_before(monkeypatch, stale):
     """An attempt that begins while the newest commit is not listed yet waits for it, and gives up with a sentence."""
     monkeypatch.setattr("truestep.checkpoint.catalogue.LATE_LISTS_S", (0.0,) * 4)
-    before = dict(_base())
+    before = _base()
     objects = dict(before)
     assert attempt(MemoryStore(objects), [2])[1][0].ok
-    store = Stale(objects, before, lists)
-    try:
-        resumed, (saved,) = attempt(store, [3])
-    except StorageError as error:
-        assert re.search(r"lists what was there before commits/fence-00000\d was stored; use another", str(error))
-        assert lists > 4
+    store = Stale(objects, before, stale)
+    if len(stale) == 1000:
+        with pytest.raises(StorageError, match=r"lists what was there before commits/fence-000002 was stored; use ano"):
+            attempt(store, [3])
         check(MemoryStore(objects), {1, 2})
     else:
+        resumed, (saved,) = attempt(store, [3])
         assert resumed == 2 and saved.ok
         check(MemoryStore(objects), {1, 2, 3})
 
@@ -325,7 +338,7 @@ def test_a_commit_that_the_store_does_not_list_is_no_success(monkeypatch):
     monkeypatch.setattr("truestep.checkpoint.catalogue.LATE_LISTS_S", (0.0,) * 4)
     objects = dict(_base())
     checkpointer = _checkpointer(MemoryStore(objects))
-    checkpointer.store = Stale(objects, dict(objects), 1000)
+    checkpointer.store = Stale(objects, dict(objects), range(1000))
     saved = _save(checkpointer, 2)
     checkpointer.close()
     assert (not saved.ok and "is not there" in saved.error) or "lists what was there before" in saved.error

@@ -185,7 +185,7 @@ def _one_is_silent(rank, world, path):
 
 def test_a_silent_rank_is_given_up_at_the_deadline(tmp_path):
     begin_epoch(LocalStore(tmp_path))
-    assert "within 0.5 s" in run_ranks(_one_is_silent, 2, tmp_path)[0]
+    assert "for longer than 0.5 s" in run_ranks(_one_is_silent, 2, tmp_path)[0]
     assert list_committed(LocalStore(tmp_path)) == []
 
 

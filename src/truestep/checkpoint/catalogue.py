@@ -154,14 +154,16 @@ def begin_epoch(store: Store, quarantine: Collection[str] = ()) -> Epoch:
 
 def _fence_off(store: Store) -> int:
     """The number of a new attempt: one more than any that has begun."""
+    taken = ""
     while True:
         epochs = {entry.key for entry in store.list("epochs")}
-        number = max(_numbers(_FENCE, _keys(store)) | _numbers(_EPOCH, epochs), default=0) + 1
+        number = max(_numbers(_FENCE, _keys(store, taken)) | _numbers(_EPOCH, epochs), default=0) + 1
         store.event("fence to be created")
         try:
             create_once(store, _fence(number), seal({"epoch": number, "attempt": uuid.uuid4().hex}))
         except KeyExists:
-            continue  # another attempt was quicker: fence that one off too
+            taken = _fence(number)  # another attempt was quicker: fence that one off too
+            continue
         store.event("fence created")
         return number
 

@@ -184,9 +184,7 @@ class Checkpointer:
             metadata = self._assign(job)
         plan = planner.finish_plan(plan_from_json(talk.take_once(f"assign/{self.rank}")))
         event("part assigned")
-        results = writer.write_data(plan, planner).wait()
-        talk.check()  # given up meanwhile: the caller may have changed what was written
-        talk.post(f"report/{self.rank}", result_to_json(results))
+        talk.post(f"report/{self.rank}", result_to_json(writer.write_data(plan, planner).wait()))
         event("report sent")
         if self.rank == 0:
             writer.finish(metadata, [result_from_json(rows) for rows in talk.gather("report")])

@@ -148,14 +148,14 @@ class Round:
         """Tell the others to abandon this round."""
         self.post("failed", {"reason": f"rank {self.group.rank}: {reason}", "superseded": superseded})
 
-    def check(self) -> None:
-        """Abandoned (or Superseded) if a rank failed, the deadline has passed or the process is ending."""
+    def check(self, late: str = "it took longer") -> None:
+        """Abandoned (or Superseded) if a rank failed, the deadline has passed (`late`) or the process is ending."""
         kv = self.group.kv
         if kv.check([f"{self.name}/failed"]):
             failed = json.loads(kv.get(f"{self.name}/failed"))
             raise (Superseded if failed["superseded"] else Abandoned)(failed["reason"])
         if time.monotonic() > self.deadline:
-            raise Abandoned(f"it took longer than {self.group.deadline_s:g} s")
+            raise Abandoned(f"{late} than {self.group.deadline_s:g} s")
         if self.group.stopped.is_set():
             raise Abandoned("this process is ending, or another one is gone")
 
@@ -166,9 +166,7 @@ class Round:
         """
         kv, wait_s = self.group.kv, SHORTEST_WAIT_S
         while not kv.check([f"{self.name}/{key}"]):
-            if time.monotonic() > self.deadline and not kv.check([f"{self.name}/failed"]):
-                raise Abandoned(f"no answer ({self.name}/{key}) within {self.group.deadline_s:g} s")
-            self.check()
+            self.check(f"no answer ({self.name}/{key}) for longer")
             self.group.stopped.wait(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return json.loads(kv.get(f"{self.name}/{key}"))

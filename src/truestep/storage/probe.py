@@ -94,6 +94,8 @@ def capabilities(store: Store) -> Capabilities:
         return Capabilities(**json.loads(store.get(RECORD)))
     except MissingKey:
         found = probe(store)
+    except (ValueError, TypeError):
+        return probe(store)  # the record is damaged, and names are used only once: it stays, and is never believed
     if unsafe(found) is None:
         try:
             store.create(RECORD, json.dumps(asdict(found), sort_keys=True).encode())

@@ -55,7 +55,7 @@ class Injector:
     step: int = 0
     struck: list[tuple[Flip, str]] = field(default_factory=list)
     _spent: set[int] = field(default_factory=set)
-    _aims: dict[int, str] = field(default_factory=dict)
+    _names: dict[str, Sequence[str]] = field(default_factory=dict)
 
     def wants(self, site: str) -> bool:
         """Whether any flip is of this place, so that someone has to stand there."""
@@ -63,9 +63,13 @@ class Injector:
 
     def aim(self, site: str, names: Sequence[str]) -> None:
         """Say what there is to hit at a place."""
-        for number, flip in enumerate(self.flips):
-            if flip.site == site and isinstance(flip.tensor, int) and names:
-                self._aims[number] = names[flip.tensor % len(names)]
+        self._names[site] = names
+
+    def load(self, flips: Sequence[Flip]) -> None:
+        """Take up another plan, at the same places."""
+        self.flips = flips
+        self._spent.clear()
+        self.struck.clear()
 
     def begin(self, step: int) -> None:
         """Step `step` comes next, as the log counts."""
@@ -86,12 +90,16 @@ class Injector:
             self.strike(site, name, lambda tensor=tensor: tensor)
 
     def _due(self, number: int, flip: Flip, site: str, name: str, microbatch: int | None) -> bool:
-        if flip.site != site or self._aims.get(number, flip.tensor) != name or not self._here(number, flip):
+        if flip.site != site or self._aimed(flip) != name or not self._here(number, flip):
             return False
         if flip.sticky:
             return self.step >= flip.step
         fits = flip.microbatch is None or microbatch is None or flip.microbatch == microbatch
         return self.step == flip.step and fits and not self._is_spent(number)
+
+    def _aimed(self, flip: Flip) -> str | int:
+        names = self._names.get(flip.site)
+        return names[flip.tensor % len(names)] if isinstance(flip.tensor, int) and names else flip.tensor
 
     def _here(self, number: int, flip: Flip) -> bool:
         if flip.host is not None:

@@ -56,7 +56,8 @@ def _functions(module: object, twin: object) -> Iterator[tuple[types.FunctionTyp
     """The functions of a module, and the methods of its classes, with those of its twin of the same name."""
     for name in vars(module).keys() & vars(twin).keys():
         mine, theirs = _bare(vars(module)[name]), _bare(vars(twin)[name])
-        if mine is theirs or type(mine) is not type(theirs) or getattr(mine, "__module__", 0) != getattr(theirs, "__module__", 1):
+        alike = type(mine) is type(theirs) and getattr(mine, "__module__", 0) == getattr(theirs, "__module__", 1)
+        if mine is theirs or not alike:
             continue  # imported, or data
         if isinstance(mine, type):
             yield from _functions(mine, theirs)

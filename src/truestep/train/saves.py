@@ -38,7 +38,11 @@ class Saves:
         return bool(self._cadence.every) and self._state.step % self._cadence.every == 0
 
     def save(self, *, wait: bool) -> None:
-        """Start a save (and wait for it). A step that is saved already is not saved again."""
+        """Start a save (and wait for it). A step that is saved already is not saved again; one whose save failed is
+        tried once more if it is waited for."""
+        if wait:
+            self.checkpointer.wait()
+            self.settle()
         if self._saved_step != self._state.step:
             self._saved_step = self._state.step
             self._saved_s = time.monotonic()
@@ -53,7 +57,8 @@ class Saves:
 
     def settle(self, *, last: bool = False) -> None:
         """Take in what became of saves: log each, alarm on failures, stop at the stated limit."""
-        for saved in self.checkpointer.finished():
+        ended = self.checkpointer.finished()
+        for saved in ended:
             self.failures = 0 if saved.ok else self.failures + 1
             if saved.ok and self._interval:
                 self._interval.saved(saved.stall_s, saved.total_s)
@@ -62,7 +67,11 @@ class Saves:
             if saved.ok and self.checkpointer.upkeep:
                 self.checkpointer.upkeep.after(saved.commit)
             self._record.saved(saved)
-            if not saved.ok and (self.failures > self._cadence.max_failures or last):
+            if not saved.ok and saved.step == self._saved_step:
+                self._saved_step = -1
+            if saved.superseded:
+                raise UserError(f"step {saved.step} was not saved, since another attempt has taken over: {saved.error}")
+            if not saved.ok and (self.failures > self._cadence.max_failures or (last and saved is ended[-1])):
                 raise UserError(_failed(saved, self.failures))
         self._take_upkeep()
 

@@ -90,6 +90,14 @@ def test_gpu_parallel_dry(tmp_path):
     assert first == second and len(first[1]) == figures["exact"]["steps"]
 
 
+def test_gpu_replay_dry(tmp_path):
+    result = run("gpu_replay.py", tmp_path / "out.json", "--dry")
+    rows = [row for section in result["sections"].values() for row in section["rows"]]
+    assert [row["good"] for row in rows if row["section"] != "cost"] == [True] * 4 and len(rows) == 7
+    assert result["conditions"]["torch"] and result["conditions"]["cublas_workspace"] == ":4096:8"
+    assert result["sections"]["cost"]["figures"]["exact / fast"] is None, "a dry run measures nothing"
+
+
 def test_gpu_parallel_tells_a_failed_section_and_goes_on(tmp_path):
     """No time is left for the first, and the command fails."""
     out = tmp_path / "out.json"

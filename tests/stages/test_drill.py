@@ -80,25 +80,11 @@ def drop_newest(run_dir: Path, step: int) -> None:
             (run_dir / "checkpoints" / "base" / committed.key).unlink()
 
 
-def test_a_sound_checkpoint_is_read_loaded_elsewhere_and_its_steps_done_again(run_dir, tmp_path):
+def test_a_sound_checkpoint_is_read_loaded_elsewhere_and_its_steps_done_again(run_dir):
     drop_newest(run_dir, 6)
-    out = tmp_path / "found.json"
-    command = [
-        sys.executable,
-        "-m",
-        "truestep",
-        "drill",
-        str(run_dir),
-        "--steps",
-        "2",
-        "--background",
-        "--json",
-        str(out),
-    ]
-    assert subprocess.run(command, capture_output=True, check=True).returncode == 0
-    found = json.loads(out.read_text())
-    assert [found[name] for name in ("ok", "step", "level", "world", "steps")] == [True, 6, "replay", 1, 2]
-    assert "1 process, and 2 steps came out bit for bit" in found["sentence"]
+    found = drill(run_dir, in_this_process(run_dir), steps=2)
+    assert found.ok and (found.step, found.level, found.world, found.steps) == (6, "replay", 1, 2)
+    assert "1 process, and 2 steps came out bit for bit" in found.sentence
     store = store_of(run_dir)
     committed = newest(store)
     assert committed is not None
@@ -107,6 +93,20 @@ def test_a_sound_checkpoint_is_read_loaded_elsewhere_and_its_steps_done_again(ru
     (record,) = posted(run_dir)
     assert record["kind"] == "drill" and record["data"]["ok"] and record["data"]["level"] == "replay"
     assert "drill" not in [r.kind for r in read(run_dir)], "the log has one writer, and that is not the drill"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "options"), [(1, ["--background"]), (3, [])])
+def test_the_command_line(run_dir, tmp_path, processes, options):
+    drop_newest(run_dir, 6)
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "truestep", "drill", run_dir, "--processes", str(processes), "--json", out]
+    subprocess.run([*command, *options], capture_output=True, check=True)
+    found = json.loads(out.read_text())
+    assert [found[name] for name in ("ok", "step", "level", "world", "steps")] == [True, 6, "replay", processes, 2]
+    damage(run_dir, 6)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "is not sound" in done.stdout
 
 
 def test_drill_of_the_drills_damage_is_quarantined_and_the_next_restart_picks_the_one_before(done, run_dir, tmp_path):

@@ -78,7 +78,7 @@ def attempt(
     group = Group.of(kv, rank, world, deadline_s)
     number = group.share("epoch", begin_epoch(store).number if rank == 0 else None)
     targets = blank(rank, world)
-    loaded = load_newest(store, targets, group=group)
+    loaded = load_newest(store, targets, group=group, attempt=number)
     if loaded is not None:
         same(targets, loaded.step, rank, world)
         assert loaded.extra == extra(loaded.step)

@@ -156,16 +156,18 @@ def load_newest(
     strict: bool = True,
     weights_only: bool = False,
     group: Group | None = None,
+    attempt: int = 0,
 ) -> Loaded | None:
     """Load the newest honoured checkpoint that is whole; None if there is none at all. All ranks call this together.
 
     A damaged, unreadable or quarantined one, and one without a commit, is passed over with a loud note (a warning, and
     `fell_back`).
     CheckpointError if there are some but none can be loaded: never a silent start from nothing. Mismatch if the newest
-    whole one does not fit.
+    whole one does not fit. `attempt`: the caller's own number, if it has one, so that a listing from before its time is
+    not believed.
     """
     group = group or Group.of(None, 0, 1, 60.0)
-    found = group.share("catalogue", _candidates(store, quarantine) if group.rank == 0 else None)
+    found = group.share("catalogue", _candidates(store, quarantine, attempt) if group.rank == 0 else None)
     if "error" in found:
         raise CheckpointError(found["error"])
     notes, uncommitted = found["notes"], found["uncommitted"]
@@ -191,10 +193,10 @@ def load_newest(
     return None
 
 
-def _candidates(store: Store, quarantine: Collection[str]) -> dict[str, Any]:
+def _candidates(store: Store, quarantine: Collection[str], attempt: int) -> dict[str, Any]:
     """What rank 0 tells the others: the commits to try, newest first; or why there is no telling."""
     try:
-        catalogue, quarantine = read_catalogue(store), set(quarantine)
+        catalogue, quarantine = read_catalogue(store, attempt), set(quarantine)
         passed_over = quarantined(store)
         uncommitted = _uncommitted(store, catalogue)
         marked = {c.key: standing(marks_on(store, c)).quarantined for c in catalogue.commits if c.key in passed_over}

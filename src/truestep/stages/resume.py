@@ -58,7 +58,7 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
     deadline_s = context.recipe.checkpoint.deadline
     group = Group.of(job.store, job.rank, job.world, deadline_s, f"load-{stage.name}", job.lost)
     tensors = state.tensors()
-    loaded = load_newest(checkpointer.store, tensors, group=group)
+    loaded = load_newest(checkpointer.store, tensors, group=group, attempt=checkpointer.attempt)
     if loaded is None:
         if wish == "required":
             raise CheckpointError(

@@ -41,7 +41,7 @@ class StageRewinder:
         self.feed.close()  # it reads ahead by what the loader says
         deadline_s = self.context.recipe.checkpoint.deadline
         group = Group.of(job.store, job.rank, job.world, deadline_s, "roll-back", job.lost)
-        loaded = load_newest(self.checkpointer.store, state.tensors(), group=group)
+        loaded = load_newest(self.checkpointer.store, state.tensors(), group=group, attempt=self.checkpointer.attempt)
         if loaded is None:
             begin_anew(self.parts)
             state.restore(self.parts.first | {"parent": state.parent})

@@ -2,6 +2,7 @@
 
 import io
 import re
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -112,6 +113,9 @@ def test_bands_have_the_lengths_of_the_kinds(tmp_path, clock):
         for kind, seconds in line.seconds.items():
             if kind != "idle":
                 assert widths[kind] == pytest.approx(WIDTH * seconds / wanted_s, abs=0.02 * BINS / 10)
+        places = [(float(x), float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" y="4" width="([\d.]+)"', band.svg)]
+        assert places[0][0] == 0 and places[-1][0] + places[-1][1] == pytest.approx(WIDTH, abs=0.1)
+        assert all(x + width == pytest.approx(after, abs=0.02) for (x, width), (after, _) in pairwise(places))
     assert max(band.percent for band in drawn.bands) == 100
     marks = re.findall(r"<path.*?<title>([^<]*)<", drawn.bands[1].svg)
     assert [mark.split()[0] for mark in marks] == ["rank", "restart,", "rank"]

@@ -173,6 +173,31 @@ def test_events_between_two_lives_belong_to_the_restart(tmp_path, clock):
     assert whole.failures == 1
 
 
+def test_a_start_that_failed_lost_no_work(tmp_path, clock):
+    run = MadeUpRun(tmp_path, clock)
+    run.begin(startup_s=2.0)
+    run.end("failed", error="machine.mesh does not fit")
+    clock.wait(3.0)
+    run.begin(startup_s=2.0)
+    run.stage()
+    run.steps(1, 2)
+    run.end("finished")
+    whole = found(tmp_path)
+    assert whole.failures == 0 and whole.seconds["restart"] == pytest.approx(7) and whole.seconds["detection"] == 0
+
+
+def test_a_restarted_attempt_does_not_begin_at_the_first_command(tmp_path, clock):
+    """The supervisor may pass on when the run was asked for; no second counts twice for that."""
+    launched_s = clock.now_s
+    run = three_attempts(tmp_path, clock)
+    clock.wait(1.0)
+    run.begin(startup_s=1.0)
+    run.say("attempt_start", **START | {"launched_s": launched_s})
+    history = collect(read(tmp_path))
+    assert history.attempts[-1].begin_s == pytest.approx(history.attempts[-2].end_s)
+    assert sum(span.wall_s for span in history.spans) <= clock.now_s - launched_s
+
+
 def test_ideal_interval_by_hand():
     assert ideal_interval(0, 1000, 1, 5) == (None, 0.0)
     assert ideal_interval(5, 1000, 0.1, 1) == (
@@ -183,6 +208,7 @@ def test_ideal_interval_by_hand():
     assert ideal_interval(5, 1000, 0.0, 0.0) == (0.0, 0.0)
 
 
+START = dict(world=1, host="h", digests={}, versions={}, devices={})
 SECONDS = st.floats(0, 1e5)
 EVENTS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 6), SECONDS, SECONDS | st.none()),
@@ -213,8 +239,7 @@ def record_of(event, seq: int, now: float, attempt: int) -> Record:
         kind, fields = "attempt_end", dict(reason=values[0])
     elif kind == "attempt":
         launched_s = None if values[0] is None else now - values[0]
-        shared = dict(world=1, host="h", digests={}, versions={}, devices={})
-        kind, fields = "attempt_start", shared | dict(launched_s=launched_s)
+        kind, fields = "attempt_start", START | dict(launched_s=launched_s)
     else:
         fields = dict(text="")
     stage = {"stage": "base"} if kind in ("step", "eval", "save") else {}

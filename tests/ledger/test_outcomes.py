@@ -85,6 +85,13 @@ def test_every_notice_counts_once_and_for_the_right_one(run):
     assert sorted(one.verdict for one in twice) == ["as expected", "not noticed"]
 
 
+def test_what_was_said_before_is_not_about_it(run):
+    killed(run)
+    run.clock.wait(1.0)
+    (found,) = judged(run, Injection(fault("kill"), run.clock.now_s, 9))
+    assert found.noticed is None and found.verdict == "not noticed"
+
+
 def test_a_stop_longer_than_the_patience_is_to_be_located(run):
     assert (
         fault("stop", seconds="10s").expected(5.0) == "located"

@@ -105,7 +105,9 @@ def outcomes(injections: Sequence[Injection], records: Sequence[Record], hang_s:
                 seen,
                 _located(injection, seen, hit[number]),
                 None if back_s is None else back_s - injection.at_s,
-                [words(decision.event) for decision in about],
+                list(
+                    dict.fromkeys(words(decision.event) for decision in about)
+                ),  # workers and supervisor may both say it
             )
         )
     return results

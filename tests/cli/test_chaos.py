@@ -50,6 +50,64 @@ def test_a_kill_and_a_corrupted_checkpoint(capsys, recipe, tmp_path, monkeypatch
     truestep(capsys, "chaos", recipe, "--plan", tmp_path / "plan.toml").refused("holds a run already", "run.name=")
 
 
+@pytest.mark.slow
+def test_one_of_each_on_one_machine(capsys, tmp_path):
+    """Three replicas: one is stopped for a while, a bit flips on one, which is named and left out, files of one cannot
+    grow, one is slow."""
+    body = small_run.recipe(tmp_path, tokens=60 * 12 * 32)
+    body["checkpoint"] |= {"every": 10, "drill_every": "0s"}
+    mesh = {"dp_replicate": "auto", "dp_shard": 1}
+    body["machine"] |= {"processes": 3, "elastic": {"min": 2}, "mesh": mesh}
+    body |= {"numerics": {"reduction": "exact"}, "sentinel": {"digest_share": 1.0}}
+    text = """
+    [[faults]]
+    kind = "stop"
+    rank = 0
+    step = 4
+    seconds = "1s"
+    [[faults]]
+    kind = "flip"
+    site = "state"
+    rank = 1
+    step = 14
+    expect = "located"
+    [[faults]]
+    kind = "fill"
+    rank = 1
+    step = 28
+    seconds = "3s"
+    bytes = "4KiB"
+    [[faults]]
+    kind = "slow"
+    rank = 1
+    step = 45
+    steps = 5
+    expect = "tolerated"
+    """
+    ended = truestep(capsys, "chaos", write_recipe(tmp_path, body), "--plan", plan_of(tmp_path, text))
+    assert "4 of 4 faults as expected; the run ended with exit code 0" in ended.out, ended.out
+    assert ended.code == 0
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off(capsys, tmp_path):
+    """It is missed within ten seconds; the run goes on without it."""
+    body = small_run.recipe(tmp_path, tokens=600 * 12 * 32)
+    body["checkpoint"] |= {"every": 50, "drill_every": "0s"}
+    body["machine"] |= {"elastic": {"min": 1, "max": 2}}
+    text = """
+    [joining]
+    b = 1
+    [[faults]]
+    kind = "partition"
+    host = "b"
+    step = 100
+    seconds = "40s"
+    """
+    ended = truestep(capsys, "chaos", write_recipe(tmp_path, body), "--plan", plan_of(tmp_path, text))
+    assert "1 of 1 faults as expected; the run ended with exit code 0" in ended.out, ended.out
+
+
 @pytest.mark.parametrize(
     "text, parts",
     [

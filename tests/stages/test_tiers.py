@@ -28,7 +28,7 @@ expect = "tolerated"
 
 
 def _run(folder, *command):
-    made = with_machine(recipe(folder), processes=2) | {
+    made = with_machine(recipe(folder, tokens=32 * 12 * 32), processes=2) | {
         "checkpoint": {"every": 4, "every_time": "1h", "keep": 1, "memory": True, "drill_every": "0s"}
     }
     (folder / "recipe.toml").write_text(dump(load(made)))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from truestep.data.loader import Corpus, Loader, Prefetcher, evaluation_batches
+from truestep.data.shares import Shares
 from truestep.data.tokenizer import Tokenizer, check_vocab
 from truestep.errors import ModelError
 from truestep.models.build import build_model, init_weights
@@ -26,6 +27,7 @@ from truestep.recipe.batch_schedule import BatchSchedule
 from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
 from truestep.sentinel.spikes import SpikeWatch
+from truestep.sentinel.statistics import Statistics, apart
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.measure import measure_precision
@@ -79,6 +81,7 @@ class Parts:
             machine.prefetch,
             self.state.step,
             pin=context.job.device.type == "cuda",
+            shares=self.state.shares,
         )
 
     def loader_state(self, step: int) -> dict:
@@ -119,8 +122,17 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
     loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     state.spikes = SpikeWatch(recipe.sentinel.spikes)
+    state.statistics = statistics(state) if recipe.sentinel.statistics else None
     state.loader = loader.state(0)
+    degrees, rows = state.parallel.groups.degrees, machine.microbatch_rows
+    state.shares = Shares(degrees.dp_replicate, degrees.dp_shard, lambda step: schedule.rows_in(step) // rows)
     return Parts(stage, schedule, start, fill, corpora, section, precision, state, state.extra(), loader, measure)
+
+
+def statistics(state: TrainState) -> Statistics:
+    """Of the shards of all ranks. Collective."""
+    job, data_rank = state.job, float(state.parallel.groups.data_rank)
+    return Statistics([int(number) for number in job.all_sum(apart([data_rank], job.rank, job.world))])
 
 
 def digests(parts: Parts, **options: Any) -> Digests:

@@ -17,6 +17,7 @@ from truestep.runlog.log import RunLog
 from truestep.runlog.metrics import RankMetrics
 from truestep.runlog.records import Decision
 from truestep.sentinel.alarm import Alarm
+from truestep.train.balance import Balance
 from truestep.train.evaluate import HeldOut
 from truestep.train.guard import Corruption
 from truestep.train.memory import MemoryWatch
@@ -32,6 +33,8 @@ class Feed(Protocol):
     """Steps of data: (this rank's microbatches, targets of the global batch, tokens of the global batch)."""
 
     def __iter__(self) -> Iterator[tuple[int, list[Batch], int]]: ...
+
+    def restart(self, step: int) -> None: ...
 
 
 class Check(Protocol):
@@ -74,6 +77,7 @@ class Loop:
     interval: Interval | None = None  # of saves, where it is learnt; on rank 0
     checks: Sequence[Check] = ()
     rewinder: Rewinder | None = None
+    balance: Balance | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     figures: HeldOut | None = None
 
@@ -90,6 +94,7 @@ class Loop:
             for step, batches, num_targets in self.feed:
                 fetched = time.perf_counter()
                 questions = [float(stop.asked), float(state.job.first and self.saves.due())]
+                questions += self.balance.questions() if self.balance else []
                 try:
                     with self.profiler.step() if self.profiler else nullcontext():
                         result = train_step(state, batches, num_targets, questions)
@@ -101,6 +106,8 @@ class Loop:
                 self._count(step, num_targets)
                 now = time.perf_counter()
                 self.record.step(state, result, self.tokens_of(step), now - began, fetched - began)
+                if self.balance is not None:
+                    self.balance.after(result.agreed[2:], self.record, self.feed)
                 if self._rolled_back(self._alarms(result)):
                     began = self._begin()
                     continue
@@ -108,13 +115,16 @@ class Loop:
                     state.digests.stepped(state.step)
                 if self.profiler and self.profiler.finished:
                     self._end_profile()
-                stopping, saving = (answer > 0 for answer in result.agreed)
+                stopping, saving = (answer > 0 for answer in result.agreed[:2])
                 if found := memory.after_step(last=stopping or state.step == state.steps):
                     self.record.note("memory", step=state.step, **asdict(found))
                 if self.evaluate_every and state.step % self.evaluate_every == 0 and state.step < state.steps:
                     self.held_out(last=False)
                 if saving or self.saves.due_by_step():
-                    self.save(wait=False)
+                    leave = self.balance.leave if self.balance else None
+                    self.save(wait=leave is not None)
+                    if leave is not None:
+                        raise leave
                 self.saves.settle()
                 self.record.take_in()
                 if stopping and state.step < state.steps:
@@ -190,8 +200,10 @@ class Loop:
         return time.perf_counter()
 
     def _alarms(self, result: StepResult) -> list[Alarm]:
-        spikes = self.state.spikes.alarms(self.state.step - 1, result.judgement)
-        return [*spikes, *(alarm for check in self.checks for alarm in check.after(result))]
+        state = self.state
+        spikes = state.spikes.alarms(state.step - 1, result.judgement)
+        shards = state.statistics.alarms(state.step) if state.statistics else []
+        return [*spikes, *shards, *(alarm for check in self.checks for alarm in check.after(result))]
 
     def _rolled_back(self, alarms: Sequence[Alarm]) -> bool:
         """Say what was found, and do about it what is to be done: end, or roll back, as far as the first needs it."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from truestep.data.shares import Shares
 from truestep.errors import CheckpointError
 from truestep.losses.base import Loss
 from truestep.numerics.pieces import Piece, piece_of
@@ -18,6 +19,7 @@ from truestep.plan.activations import Recompute
 from truestep.recipe.stage import Optim
 from truestep.runlog.counters import Counters
 from truestep.sentinel.spikes import SpikeWatch
+from truestep.sentinel.statistics import Statistics
 from truestep.train.digests import Digests
 from truestep.train.guard import Guard
 
@@ -28,7 +30,7 @@ class TrainState:
     fp16 overflows skip one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the
     start model. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
     ranks. `recomputed`: what each block of the whole model recomputes, by its number, where that is known. `guard`
-    looks at every step from inside, `spikes` at its loss and gradient norm."""
+    looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at those of its shards."""
 
     job: Job
     parallel: Parallel
@@ -51,7 +53,21 @@ class TrainState:
     router_metrics: list[str] | None = None
     digests: Digests | None = None
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
+    statistics: Statistics | None = None
     counters: Counters = field(default_factory=Counters)
+    shares: Shares | None = None
+
+    def number(self, index: int, data_rank: int) -> int:
+        """Number in the global batch of the microbatch that a data rank has at `index`."""
+        size = self.parallel.groups.data_size
+        return index * size + data_rank if self.shares is None else self.shares.number(index, data_rank)
+
+    def active(self, count: int) -> int:
+        """How many of its `count` microbatches of the next step this rank computes. The rest is padding, for ranks of
+        other replicas have more."""
+        if self.shares is None or self.shares.even:
+            return count
+        return self.shares.active(self.step, self.parallel.groups.data_rank)
 
     def tensors(self) -> dict[str, Piece]:
         """What this rank holds of parameters, of buffers that persist, and of optimizer state, by name: what a

@@ -4,7 +4,6 @@ The loss of every microbatch is a sum divided by the weight of the whole global 
 microbatches and ranks without any further factor, and no mean of means exists anywhere.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +17,6 @@ from truestep.numerics.batch import Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.optim.clip import clip_
 from truestep.optim.schedule import factor
-from truestep.parallel.model import Parallel
 from truestep.runlog.counters import SectionOf
 from truestep.sentinel.finite import NO_TARGETS, Judgement, Verdict
 from truestep.train.gradients import gradient
@@ -80,7 +78,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
 
     def begin(index: int) -> None:
         state.counters.microbatch(index)
-        begin_number(index * groups.data_size + groups.data_rank)
+        begin_number(state.number(index, groups.data_rank))
 
     def loss_of(batch: Batch) -> Any:
         return partial(head_loss, state.loss, batch)
@@ -88,7 +86,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     share = scale / divisor if divisor else 0.0
     if state.guard is not None:
         state.guard.begin(Work(batches, loss_of, share, begin_number))
-    found = gradient(state, batches, loss_of, share, begin, everything(questions, state.guard))
+    found = gradient(state, batches, weights, loss_of, share, begin, everything(questions, state.guard))
     agreed, numbers = found.agreed[: len(questions)], found.agreed[len(questions) :]
     if state.guard is not None:
         state.guard.inspect(found.sums, numbers)
@@ -113,8 +111,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     metrics |= {f"redone: {trouble}": float(count) for trouble, count in Counter(found.troubles).items()}
     if has_routers(state):
         metrics |= end_routing(state, update=taken)
-    shards = list(zip(found.sums, weights, _norms(parallel, scale, len(batches))))
-    return StepResult(loss, norm, clip, num_targets, judgement, shards, metrics, agreed, found.troubles)
+    return StepResult(loss, norm, clip, num_targets, judgement, found.shards, metrics, agreed, found.troubles)
 
 
 def stream(seed: int, step: int, microbatch: int) -> int:
@@ -126,9 +123,3 @@ def stream(seed: int, step: int, microbatch: int) -> int:
     for part in (step, microbatch):
         mixed = (mixed * 6364136223846793005 + part * 2 + 1442695040888963407) & (2**63 - 1)
     return mixed
-
-
-def _norms(parallel: Parallel, scale: float, count: int) -> list[float]:
-    """Of each microbatch; NaN where it is not known: a pipeline sums over its microbatches as it goes."""
-    norms = [norm / scale for norm in parallel.probe.take()]
-    return norms if len(norms) == count else [math.nan] * count

@@ -35,7 +35,7 @@ def _run(folder, *command):
     (folder / "plan.toml").write_text(PLAN)
     variables = os.environ | {"OMP_NUM_THREADS": "1", "TRUESTEP_HOSTS": "a,b"}
     arguments = [sys.executable, "-m", "truestep", *command]
-    return subprocess.run(arguments, cwd=folder, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(arguments, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 
 
 def test_a_run_whose_workers_were_all_killed_goes_on_from_memory(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
 
 from truestep.numerics.axis import Axes, Axis
 from truestep.recipe.degrees import Degrees
@@ -92,3 +93,11 @@ def _group(name: str, ranks: list[int], made: dict[tuple[int, ...], Any]) -> Any
     if key not in made:
         made[key] = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
     return made[key]
+
+
+def forget_meshes() -> None:
+    """Before this process takes another place in a new job. DTensor caches what it worked out for a mesh by the mesh's
+    ranks, not by which of them this process was: a mesh of equal size would get the old place, and groups that are gone.
+    """
+    _clear_python_sharding_prop_cache()
+    _clear_fast_path_sharding_prop_cache()

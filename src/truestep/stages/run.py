@@ -13,6 +13,7 @@ from truestep.checkpoint.control import begin_job
 from truestep.errors import Again, Lost, UserError
 from truestep.files import publish
 from truestep.parallel.environment import Place
+from truestep.parallel.groups import forget_meshes
 from truestep.parallel.job import Job, join
 from truestep.parallel.orders import Left, Orders
 from truestep.parallel.witness import Witness
@@ -58,6 +59,7 @@ def _attempts(recipe: Recipe, here: Place | None, command: str) -> str:
             left = Left(os.getpid(), here.rank, here.local_rank, str(end))
         # Only now has the traceback let go of the model and of the groups, whose connections close with them: that is
         # what tells those who wait for this rank.
+        forget_meshes()
         gc.collect()
         launched = time.time()
         here = orders.ask(left)

@@ -26,6 +26,7 @@ from truestep.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from truestep.cli.again import Replayed
     from truestep.dashboard.status import Status
+    from truestep.stages.drill import Finding
     from truestep.stages.replay import Outcome
 
 RecipeLike = Recipe | Mapping[str, Any] | str | os.PathLike[str]
@@ -92,6 +93,14 @@ def replay(
     from truestep.cli.again import replay as do
 
     return do(Path(run_dir), first, last, stage, processes, list(overrides), out, say)
+
+
+def drill(run_dir: str | os.PathLike[str], **options: Any) -> "Finding":
+    """Try the restore of a run's newest checkpoint, mark it, and leave what was found for the log. Options: stage,
+    processes, steps, overrides, background (lowers the priority of this very process)."""
+    from truestep.cli.drill import carry_out
+
+    return carry_out(Path(run_dir), **options)
 
 
 def status(run_dir: str | os.PathLike[str]) -> "Status":

@@ -75,8 +75,8 @@ class Outcome:
         if self.parting is None:
             microbatches = sum(one.microbatches for one in self.compared)
             kinds = [kind for one in self.compared for kind in one.digests]
-            what = f"losses and gradient norms of {len(self.compared)} steps, losses of {microbatches} microbatches, "
-            what += f"{kinds.count('gradient')} digests of the gradient and {kinds.count('state')} of the state"
+            what = f"loss and gradient norm of each, {microbatches} microbatches; digests of the gradient after "
+            what += f"{kinds.count('gradient')} and of the state after {kinds.count('state')} of them"
             return f"steps {self.from_step + 1} to {self.last}: every bit equal ({what})"
         if self.differences:
             return f"not comparable: {'; '.join(self.differences)} ({self.parting.sentence})"

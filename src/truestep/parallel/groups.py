@@ -96,8 +96,8 @@ def _group(name: str, ranks: list[int], made: dict[tuple[int, ...], Any]) -> Any
 
 
 def forget_meshes() -> None:
-    """Before this process takes another place in a new job. DTensor caches what it worked out for a mesh by the mesh's
-    ranks, not by which of them this process was: a mesh of equal size would get the old place, and groups that are gone.
+    """Before this process takes another place in a new job: DTensor caches what it worked out for a mesh by the mesh's
+    ranks, not by which of them this process was. An equal mesh would get the old place, and groups that are gone.
     """
     _clear_python_sharding_prop_cache()
     _clear_fast_path_sharding_prop_cache()

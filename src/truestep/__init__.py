@@ -1,7 +1,8 @@
 """truestep trains large models from raw text to a gated release and keeps the run correct on the way.
 
 The verbs of the command line are here as functions: `truestep.run(recipe)`, `check`, `show`, `status`, `report`,
-`replay`, `drill`, `sample`, `export`, `build_data`. They are looked up when they are used, so that `import truestep` costs nothing.
+`replay`, `drill`, `sample`, `export`, `build_data`. They are looked up when they are used, so that `import truestep`
+costs nothing.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -212,7 +212,7 @@ def _again(state: TrainState, result: StepResult) -> Again:
     """The step as it came out, with the microbatches of all ranks."""
     groups, job = state.parallel.groups, state.job
     mine: dict[Part, Shard] = {
-        (index * groups.data_size + groups.data_rank, groups.axes.cp.rank): Shard(job.rank, *shard)
+        (state.number(index, groups.data_rank), groups.axes.cp.rank): Shard(job.rank, *shard)
         for index, shard in enumerate(result.shards)
         if shard[1] > 0
     }

@@ -190,8 +190,9 @@ class Forked:
         data = b"".join(iter(lambda: os.read(self.pipes[rank], 1 << 16), b""))
         return pickle.loads(data) if data else None
 
-    def end(self, grace_s: float = 0.0) -> None:
-        """Kill those that still run, after a moment in which they may go on; give everything back."""
+    def end(self, grace_s: float = 0.0) -> list[Any]:
+        """Kill those that still run, after a moment in which they may go on; give everything back. What each said that
+        nobody has asked for."""
         until = time.monotonic() + grace_s
         for rank, pid in enumerate(self.pids):
             while pid and time.monotonic() < until and not os.waitid(os.P_PID, pid, _ENDED):
@@ -199,8 +200,10 @@ class Forked:
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 self.wait(rank)
+        said = [self.said(rank) for rank in range(len(self.pipes))]
         for pipe in self.pipes:
             os.close(pipe)
+        return said
 
 
 def commits_of(names: list[str], committed: Committed) -> int:

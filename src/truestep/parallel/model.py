@@ -92,6 +92,7 @@ class Parallel:
     draws: Draws | None = None
     after_backward: Callable[[], None] | None = None
     kept: Kept = field(default_factory=Kept)
+    without_gradient: list[str] = field(default_factory=list)
     _locals: dict[str, nn.Parameter] = field(default_factory=dict)
     _metric_names: list[str] | None = None
     _aside: bool = False
@@ -260,8 +261,8 @@ class Parallel:
         return self._locals
 
     def hand_over_gradients(self) -> list[torch.Tensor]:
-        """Give the gradients to the `locals`; returns them."""
-        grads = []
+        """Give the gradients to the `locals`; returns them, and keeps the names of trainable ones that have none."""
+        grads, self.without_gradient = [], []
         for name, parameter in self.named_parameters().items():
             mine = self.locals()[name]
             if parameter is not mine:
@@ -269,6 +270,8 @@ class Parallel:
                 mine.grad = None if parameter.grad is None else local(parameter.grad)
             if mine.grad is not None:
                 grads.append(mine.grad)
+            elif parameter.requires_grad:
+                self.without_gradient.append(name)
         return grads
 
     def updated(self) -> None:

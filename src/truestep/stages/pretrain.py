@@ -1,5 +1,6 @@
 """The pretrain stage: text in, base model out. Read top to bottom."""
 
+import os
 from dataclasses import asdict
 
 from truestep.plan.interval import Interval
@@ -14,8 +15,12 @@ from truestep.stages.guarding import guard, measured
 from truestep.stages.opening import say_idle, say_start
 from truestep.stages.resume import open_checkpoints, resume
 from truestep.stages.rollback import StageRewinder
+from truestep.train.balance import Balance
+from truestep.train.invariants import Invariants
 from truestep.train.loop import Loop
+from truestep.train.pace import Pace
 from truestep.train.profile import StepProfiler
+from truestep.train.state import TrainState
 
 
 def carry_out(context: Context, stage: Stage) -> str:
@@ -49,8 +54,9 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
         interval=_interval(context),
-        checks=[watch, *drills(context, stage.name, checkpointer.store)],
+        checks=[watch, *invariants(context, state), *drills(context, stage.name, checkpointer.store)],
         rewinder=StageRewinder(context, parts, feed, checkpointer),
+        balance=balance(context, state),
         profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
     )
     parts.corpora.record(context)
@@ -66,6 +72,21 @@ def carry_out(context: Context, stage: Stage) -> str:
         context.progress.say(f"{stage.name}: stopped after step {state.step}; to go on: {context.command}")
         return "stopped"
     return finish(context, stage, Finished(state, parts.section, parts.corpora, loop.figures))
+
+
+def invariants(context: Context, state: TrainState) -> list[Invariants]:
+    """If they are wanted."""
+    settings = context.recipe.sentinel
+    return [Invariants(state, settings.sweep_every)] if settings.invariants else []
+
+
+def balance(context: Context, state: TrainState) -> Balance | None:
+    """Of several processes."""
+    machine, world = context.recipe.machine, context.job.world
+    if world == 1:
+        return None
+    fewest = machine.elastic.min or world
+    return Balance(state, Pace.of(state, machine.compile), fewest, machine.elastic.spares, os.environ)
 
 
 def _interval(context: Context) -> Interval | None:

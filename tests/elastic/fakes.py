@@ -21,7 +21,7 @@ class FakeMachine:
     script: Script
     orders: list[dict[str, Any]] = field(default_factory=list)
     told: list[dict[str, Any]] = field(default_factory=list)
-    steps: int = 0  # that every worker has counted
+    trains: bool = False
     gone: str | None = None
     closed: bool = False
     address: str | None = "10.0.0.2"
@@ -41,7 +41,7 @@ class FakeMachine:
     def rows(self) -> list[dict[str, int]]:
         starts = self.starts
         ranks = starts[-1]["ranks"] if starts else []
-        return [{"rank": rank["rank"], "step": self.steps, "pid": 1, "section": 0} for rank in ranks]
+        return [{"rank": rank["rank"], "step": 0, "pid": 1, "section": int(self.trains)} for rank in ranks]
 
     def lost(self) -> str | None:
         return self.gone

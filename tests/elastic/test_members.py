@@ -154,7 +154,7 @@ def test_the_budget_outlives_the_supervisor(tmp_path):
 def test_a_damaged_budget_is_said_with_its_remedy(tmp_path, text):
     file = tmp_path / "state.json"
     file.write_text(text)
-    with pytest.raises(UserError, match="state.json is damaged .*delete it"):
+    with pytest.raises(UserError, match=r"state\.json is damaged .*delete it"):
         Budget.load(file, 3, HOUR_S)
 
 

@@ -226,7 +226,7 @@ def test_it_grows_at_a_checkpoint_once_all_ranks_train(tmp_path):
     for _ in range(20):
         found.turn()
     assert here.signals == []  # nothing to save yet
-    here.steps = 1
+    here.trains = True
     while found.outcome is None:
         found.turn()
     assert [start["world"] for start in here.starts] == [3, 4]
@@ -254,6 +254,24 @@ def test_a_signal_stops_the_run_politely_and_a_second_ctrl_c_at_once(tmp_path):
     assert supervisor(tmp_path, here).run().code == -9
     assert here.signals == [(signal.SIGINT, None), (signal.SIGKILL, None)]
     assert decisions(tmp_path) == []
+
+
+def test_ranks_that_could_not_stop_politely_are_nobodys_fault(tmp_path):
+    """They were still starting: the group goes on without the host that leaves, and no failure is counted."""
+
+    def answer(fake, order):
+        if order["do"] == "start" and order["serial"] == 1:
+            return [{"is": "leaving", "why": "SIGTERM"}] if fake.name == "there" else []
+        if order["do"] == "signal":
+            late = {0: 70, 1: 130, 2: 70, 3: 70} if fake.name == "there" else {1: 130, 0: 70, 2: 70}
+            return ended(fake.starts[-1], late)
+        return ended(order, 0)
+
+    here, there = machine(answer), machine(answer, name="there", d=1)
+    found = supervisor(tmp_path, here, there, restarts=0)
+    assert found.run().code == 0
+    assert [start["world"] for start in here.starts] == [4, 3]
+    assert posted(tmp_path, "fault") == [] and found.members.budget.hosts == {}
 
 
 def test_a_notice_stops_the_run_politely(tmp_path):

@@ -107,7 +107,7 @@ def test_the_last_word_is_heard():
 
 
 def test_a_token_must_be_there_and_long(tmp_path):
-    with pytest.raises(UserError, match="cannot be read .*openssl rand"):
+    with pytest.raises(UserError, match=r"cannot be read .*openssl rand"):
         read_token(tmp_path / "none")
     (tmp_path / "short").write_text("secret\n")
     with pytest.raises(UserError, match="has 6 characters, fewer than 16"):

@@ -137,7 +137,8 @@ class Agent:
         if not self._workers:
             counters.make(self._counters, len(self._slots))
         for seat in list(wanted):
-            worker = next((w for w in survivors if w.host == seat["host"]), None)
+            fitting = [worker for worker in survivors if worker.host == seat["host"]]
+            worker = min(fitting, key=lambda worker: worker.rank != seat["rank"], default=None)
             if worker is not None:
                 survivors.remove(worker)
                 wanted.remove(seat)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 GATE, REFUSED, AGAIN, CRASHED, GONE = 1, 2, 75, 70, 255
 """CRASHED is the exit code of an exception that nobody expected, GONE stands for that of a worker that is gone without
 a word; other codes and signals are crashes too."""
-Kind = Literal["ended", "gate", "refused", "again", "broken"]
+Kind = Literal["ended", "gate", "refused", "again", "broken", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Attempt:
     echoes: set[int] = field(default_factory=set)
     fault: Fault | None = None
     step: int | None = None  # the furthest of those that ended
+    asked: bool = False  # to stop politely
+    interrupted: bool = False  # and a rank could not: it was not in its loop. What follows is nobody's fault
 
     @property
     def world(self) -> int:
@@ -63,7 +65,9 @@ class Attempt:
         SIGTERM to the others once one has failed, so that signal proves nothing then."""
         if step is not None:
             self.step = max(step, self.step or 0)
-        if code == -signal.SIGTERM and self.disturbed:
+        if self.asked and code in (-signal.SIGINT, 128 + signal.SIGINT) and self.fault is None:
+            self.interrupted = True
+        if self.interrupted or (code == -signal.SIGTERM and self.disturbed):
             self.echoes.add(rank)
         self.waiting.discard(rank)
         self.ended[rank] = code
@@ -97,6 +101,8 @@ class Attempt:
 
     def _blame(self, fault: Fault) -> None:
         """The first that can be named, at the time of the first of all."""
+        if self.interrupted:
+            return
         if self.fault is None:
             self.fault = fault
         elif self.fault.host is None and fault.host is not None:
@@ -104,6 +110,8 @@ class Attempt:
 
     def verdict(self) -> Kind:
         """What a settled attempt comes to. A crash outweighs the sentence of those who only heard of it."""
+        if self.interrupted:
+            return "interrupted"
         codes = {code for rank, code in self.ended.items() if rank not in self.echoes}
         if self.lost or any(map(crash, codes)) or (self.fault is not None and self.fault.kind == "hang"):
             return "broken"

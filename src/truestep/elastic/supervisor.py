@@ -20,6 +20,7 @@ from truestep.elastic.roster import Roster
 from truestep.elastic.stacks import by_flight
 from truestep.elastic.stopping import Warnings
 from truestep.elastic.watcher import HangWatch
+from truestep.runlog.counters import SectionOf
 
 POLL_S = 0.02
 LOOK_S = 0.25
@@ -158,15 +159,17 @@ class Supervisor:
     def _ask_stop(self, stop: Stop) -> None:
         """Let the attempt end after its step, with a checkpoint. A stop of the whole run outweighs one to regroup."""
         if self._stop is None:
+            if self.attempt is not None:
+                self.attempt.asked = True
             self.events.say(f"{stop.why}; the attempt ends after this step, with a checkpoint")
             self.roster.signal(signal.SIGINT)
         if self._stop is None or stop.whole:
             self._stop = stop
 
     def _trains(self, attempt: Attempt) -> bool:
-        """Whether every rank has begun a step: before that there is nothing to save."""
+        """Whether every rank is in its loop: before that it has nothing to save, and cannot be asked to stop."""
         rows = self.roster.rows()
-        return len(rows) >= attempt.world and all(row["step"] > 0 for row in rows)
+        return len(rows) >= attempt.world and all(row["section"] != SectionOf.START for row in rows)
 
     # What is done about it
 
@@ -198,7 +201,10 @@ class Supervisor:
         elif verdict == "gate":
             self.outcome = Outcome(1)
         elif stop is not None and stop.whole:
-            self.outcome = Outcome(_code(fault) if verdict == "broken" else 0)
+            codes = {"broken": _code(fault), "interrupted": 128 + signal.SIGINT}
+            self.outcome = Outcome(codes.get(verdict, 0))
+        elif verdict == "interrupted" and stop is not None:
+            self._next(stop.why, None)
         elif verdict == "ended":
             end = self.events.last_end()
             if stop is not None and end is not None and end.reason == "stopped":

@@ -68,6 +68,11 @@ class Wire:
         """Whether anything is done to what is delivered."""
         return self.armed or self.strike is not None
 
+    def begin(self, *, armed: bool) -> None:
+        """A step begins."""
+        self.armed = armed
+        self._seen.clear()
+
     def gathered(self, output: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> None:
         """After an all-gather: `given` by this rank, `output` of all, both flat."""
         if self.strike is not None:
@@ -104,7 +109,7 @@ class Wire:
             seen.wrong += _far(flat[start : start + _SLICE], again[0], again[1], group.size())
 
     def delivered(self) -> list[Delivered]:
-        """What the ranks of each group say since the last call. Collective."""
+        """What the ranks of each group say since the step began. Collective."""
         found = []
         for seen in self._seen.values():
             size = seen.group.size()
@@ -113,7 +118,7 @@ class Wire:
             all_gather(all_, mine, group=seen.group)
             *said, wrong = all_.view(size, -1).T.tolist()
             found.append(Delivered(dist.get_process_group_ranks(seen.group), said, wrong, seen.alike))
-        self._seen.clear()
+        self.begin(armed=False)
         return found
 
     def _of(self, group: dist.ProcessGroup, device: torch.device) -> _Seen:

@@ -75,7 +75,7 @@ class Integrity:
         self._armed = self._repeatable and wanted and work.factor != 0
         self._work, self._asked = work, False
         state.parallel.probe.watched = self._indices(work) if self._armed else ()
-        state.parallel.wire.armed = self._armed
+        state.parallel.wire.begin(armed=self._armed)
 
     def reduced(self) -> None:
         self._grads.leave(self._state.step)
@@ -123,7 +123,9 @@ class Integrity:
     def _indices(self, work: Work) -> Sequence[int]:
         """Which microbatches of the step are computed again: one, or where every step is looked at, all. (Those of a
         pipeline are one sum.)"""
-        count = 1 if self._state.parallel.pipeline is not None else len(work.batches)
+        shares, step = self._state.shares, self._state.step
+        everywhere = len(work.batches) if shares is None or shares.even else shares.everywhere(step)
+        count = 1 if self._state.parallel.pipeline is not None else everywhere
         if self._settings.replay_share == 1:
             return range(count)
         return [draw(self._state.seed, "microbatch", self._state.step) % count]

@@ -275,7 +275,8 @@ def test_too_little_data_for_whole_epochs(capsys, tmp_path):
     truestep(capsys, "run", write_recipe(tmp_path, body)).refused(
         "needs 240 rows", "max_epochs", "train on fewer tokens"
     )
-    built = ("small/checkpoints/base/epochs/000001", "small/checkpoints/base/probe/1.json", *STORE)
+    begun = ("epochs/000001", "commits/fence-000001", "probe/1.json")
+    built = (*(f"small/checkpoints/base/{name}" for name in begun), *STORE)
     holds_only(tmp_path / "runs", [*BEGUN, *TOKENIZER, *built])
 
 

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,4 +247,3 @@ class Faulty(Disk):
 
 
 ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]
-Act = Callable[[], None]

@@ -25,6 +25,7 @@ from truestep.data.blocks import digest
 from truestep.data.mixture import Mixture
 from truestep.data.order import Permutation
 from truestep.data.packing import Packing, Rows, open_packing
+from truestep.data.shares import Shares
 from truestep.data.store import TokenStore
 from truestep.errors import DataError
 from truestep.files import canonical
@@ -171,13 +172,17 @@ def microbatches(loader: Loader, start: int, stop: int, rank: int, world: int, r
     """This rank's part of the global batch of trained rows [start, stop): microbatch j holds rows [start + j rows,
     start + (j + 1) rows) and goes to rank j % world. All ranks get equally many; the last may be padding."""
     num_microbatches = _num_microbatches(start, stop, rows)
-    mine = range(rank, num_microbatches, world)
+    mine = list(range(rank, num_microbatches, world))
+    return chosen(loader, start, stop, rows, mine, -(-num_microbatches // world))
+
+
+def chosen(loader: Loader, start: int, stop: int, rows: int, mine: Sequence[int], count: int) -> list[Batch]:
+    """The microbatches of these numbers, with padding behind them up to `count`."""
     batches: list[Batch] = []
     if mine:
-        numbers = loader.global_rows(start, stop).reshape(num_microbatches, rows)[rank::world]
+        numbers = loader.global_rows(start, stop).reshape(_num_microbatches(start, stop, rows), rows)[list(mine)]
         batches = _split(loader.rows(numbers.reshape(-1)), rows)
-    missing = -(-num_microbatches // world) - len(mine)
-    return batches + [padding(rows, loader.context)] * missing
+    return batches + [padding(rows, loader.context)] * (count - len(mine))
 
 
 def _num_microbatches(start: int, stop: int, rows: int) -> int:
@@ -217,10 +222,12 @@ class Prefetcher:
         depth: int,
         start_step: int = 0,
         pin: bool = False,
+        shares: Shares | None = None,
     ):
-        """`pin`: page-locked memory, from which copies to a GPU run beside its work."""
+        """`pin`: page-locked memory, from which copies to a GPU run beside its work. `shares`: which microbatches are
+        this rank's, by default those that it would have among `world` alike; after a change of it, call `restart`."""
         self._loader, self._schedule, self._pin = loader, schedule, pin
-        self._part, self._depth = (rank, world, rows), depth
+        self._part, self._depth, self._shares = (rank, world, rows), depth, shares
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: deque[Future] = deque()
         for step in range(start_step, schedule.steps):
@@ -285,7 +292,12 @@ class Prefetcher:
 
     def _load(self, step: int) -> tuple[list[Batch], int]:
         start, stop = self._schedule.rows(step)
-        batches = microbatches(self._loader, start, stop, *self._part)
+        rank, _, rows = self._part
+        if self._shares is None or self._shares.even:
+            batches = microbatches(self._loader, start, stop, *self._part)
+        else:
+            mine, count = self._shares.mine(step, rank), self._shares.rounds(step)
+            batches = chosen(self._loader, start, stop, rows, mine, count)
         if self._pin:
             batches = [_map(torch.Tensor.pin_memory, batch) for batch in batches]
         return batches, self._loader.targets(self._loader.global_rows(start, stop))

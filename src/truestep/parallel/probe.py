@@ -60,6 +60,11 @@ class GradientProbe:
             self._done.append(torch.stack(self._parts).sum().sqrt())
             self._parts.clear()
 
+    def nothing(self, microbatches: int) -> None:
+        """So many more contribute nothing."""
+        if self._done:
+            self._done += [torch.zeros_like(self._done[0])] * microbatches
+
     def take(self) -> list[float]:
         """Norms of the microbatches since the last call, in order."""
         norms = torch.stack(self._done).tolist() if self._done else []

@@ -198,6 +198,7 @@ class Decision:
     rank: int | None = None
     host: str | None = None
     world: int | None = None  # processes from here on
+    turns: list[int] = field(default_factory=list)  # replicas in the order in which they get microbatches from here on
     seconds: float | None = None  # from the fault to this
     at_s: float | None = None
     id: str | None = None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from truestep.data.shares import Shares
 from truestep.errors import UserError
 from truestep.recipe.degrees import Degrees
 from truestep.runlog.log import read
@@ -20,11 +21,13 @@ class Attempt:
     mesh: Degrees
     precision: str
     bits: dict[str, Any]
+    turns: tuple[int, ...] = ()  # see data.shares; empty: equal shares
 
     def microbatch(self, rank: int, index: int) -> tuple[int, int]:
         """The number in its global batch of a rank's microbatch, and which part of the rows' tokens the rank has."""
-        at = self.mesh.coordinate(rank)
-        return index * self.mesh.data_parallel + at.dp_replicate * self.mesh.dp_shard + at.dp_shard, at.cp
+        at, mesh = self.mesh.coordinate(rank), self.mesh
+        shares = Shares(mesh.dp_replicate, mesh.dp_shard, lambda step: 0, self.turns)
+        return shares.number(index, at.dp_replicate * mesh.dp_shard + at.dp_shard), at.cp
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ def _take(found: Recorded, data: Step | Digest | Resume | Decision) -> None:
         done = found.steps[data.step]
         texts = {"gradient": data.gradient or done.gradient, "state": data.state or done.state}
         found.steps[data.step] = replace(done, **texts)
+    elif isinstance(data, Decision) and data.action == "rebalance":
+        found.attempt = replace(found.attempt, turns=tuple(data.turns))
     elif isinstance(data, Decision) and data.action == "roll back" and data.to_step is not None:
         found.back_to(data.to_step)
         if data.left_out:

@@ -112,10 +112,10 @@ class Recheck:
         parallel, exact = self._state.parallel, self._state.exact
         whole = parallel.pipeline is not None
         batches = self._moved(work.batches if whole else [work.batches[index]], shift)
-        first, owner, size = 0 if whole else index, self._at(shift), self.size
+        first, owner = 0 if whole else index, self._at(shift)
 
         def begin(place: int) -> None:
-            work.begin((first + place) * size + owner)
+            work.begin(self._state.number(first + place, owner))
 
         with parallel.aside(), repeatable(parallel.device), exact.aside() if exact else nullcontext():
             sums, _ = parallel.run(batches, work.loss_of, work.factor, begin)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from truestep.imports import is_import_path
 from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.check_elastic import elastic_problems
 from truestep.recipe.check_mesh import mesh_problems
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.check_numerics import numerics_problems
@@ -33,6 +34,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield from _gate(stage, at, recipe)
     yield from numerics_problems(recipe.numerics, recipe.model)
     yield from _machine(recipe)
+    yield from elastic_problems(recipe.machine)
 
 
 def _without_effect(recipe: Recipe) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from typing import Any
 from truestep.imports import is_import_path
 from truestep.recipe.checkpoint import Checkpoint
 from truestep.recipe.data import DataSection, TokenizerSection
+from truestep.recipe.elastic import Elastic
 from truestep.recipe.machine import LOOPED, Context, Ledger, Machine, Pipeline
 from truestep.recipe.model import ModelSection, RopeScaling
 from truestep.recipe.moe import Moe
@@ -116,6 +117,10 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
         Rule(("async_tp",), lambda s: s.mesh.tp != 1, "mesh.tp above 1", ("mesh.tp",)),
         Rule(("async_tp", "offload_optimizer"), lambda s: s.device != "cpu", "a CUDA device", ("device",)),
         _when("activation_checkpointing", "auto")("activation_memory"),
+    ),
+    Elastic: (
+        Rule(("regroup",), lambda s: s.start != "torchrun", 'start = "auto" or "fork"', ("start",)),
+        Rule(("forget",), lambda s: s.restarts > 0, "restarts above 0", ("restarts",)),
     ),
     Pipeline: (_when("schedule", *LOOPED)("stages_per_rank"),),
     Context: (_when("style", "all-gather")("balance"),),

@@ -156,6 +156,7 @@ history = st.lists(
         st.tuples(st.just("train"), st.integers(1, 3)),
         st.tuples(st.just("resume"), st.sampled_from([1, 2, 3, 4, 6])),
         st.tuples(st.just("roll back"), st.integers(1, 3)),
+        st.tuples(st.just("leave out"), st.integers(1, 4), st.integers(1, 3)),
         st.tuples(st.just("skip"), st.integers(0, 12), st.integers(1, 15)),
     ),
     max_size=14,
@@ -165,13 +166,14 @@ history = st.lists(
 @settings(deadline=None)
 @given(history, st.sampled_from([0, 1, 4]), st.lists(st.sampled_from([6, 12, 18]), min_size=60, max_size=60))
 def test_any_history_sees_every_row_once_in_order(events: list[tuple], depth: int, sizes: list[int]):
-    """Train, save, resume at another world size, roll back, skip: the rows trained on are the global order less what
-    was skipped, each once."""
+    """Train, save, resume at another world size, roll back (to what was saved, leaving out the last rows), skip: the
+    rows trained on are the global order less what was skipped, each once (C44, C47)."""
     schedule, num_rows = Steps(tuple(sizes)), 500
     whole = order(row_loader(num_rows), 1000)
     loader, world, step = row_loader(num_rows), 1, 0
     trained: list[list[int]] = []
     skipped: set[int] = set()
+    saved = {0: loader.state(0)}
     for kind, *numbers in events:
         if kind == "train":
             streams = [Prefetcher(loader, schedule, rank, world, 2, depth, step) for rank in range(world)]
@@ -182,6 +184,7 @@ def test_any_history_sees_every_row_once_in_order(events: list[tuple], depth: in
                     [i for j in range(len(parts[0][1])) for _, batches, _ in parts for i in ids([batches[j]])]
                 )
                 step += 1
+                saved[step] = loader.state(schedule.rows(step)[0])
             states = [stream.state() for stream in streams]
             assert all(state == loader.state(schedule.rows(step)[0]) for state in states)
             for stream in streams:
@@ -189,6 +192,15 @@ def test_any_history_sees_every_row_once_in_order(events: list[tuple], depth: in
         elif kind == "roll back":
             step = max(0, step - numbers[0])
             del trained[step:]
+        elif kind == "leave out":
+            back, count = min(step, numbers[0]), min(step, numbers[0], numbers[1])
+            if count:
+                first, last = schedule.rows(step - count)[0], schedule.rows(step)[0]
+                bad = loader.global_rows(first, last)
+                step -= back
+                assert loader.go_back(saved[step], (int(bad[0]), int(bad[-1]) + 1)) == schedule.rows(step)[0]
+                del trained[step:]
+                skipped |= set(range(bad[0], bad[-1] + 1))
         elif kind == "skip":
             next_row = schedule.rows(step)[0]
             start = int(loader.global_rows(next_row, next_row + 1)[0]) + numbers[0]
@@ -200,6 +212,48 @@ def test_any_history_sees_every_row_once_in_order(events: list[tuple], depth: in
             assert schedule.rows(step)[0] == loader.restore(state)
     done = [i for batch in trained for i in batch]
     assert done == [token for row, token in enumerate(whole) if row not in skipped][: len(done)]
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_c44_c45_rows_left_out_over_the_edge_of_an_epoch(depth: int):
+    """Rows 4 to 7 of epochs of 6: a state at the edge goes on behind them, in the order of that epoch."""
+    whole, loader, schedule = order(row_loader(6), 24), row_loader(6), Steps((2,) * 8)
+    with Prefetcher(loader, schedule, 0, 1, 2, depth) as stream:
+        first = [ids(next(stream)[1]) for _ in range(4)]
+        assert first == [whole[2 * step : 2 * step + 2] for step in range(4)]
+        stream.close()
+        next_row = loader.go_back(row_loader(6).state(4), (4, 8))
+        stream.restart(2)
+        used = [ids(next(stream)[1])]
+        state = stream.state()
+        used += [ids(batches) for _, batches, _ in stream]
+    assert next_row == 4 and [i for step in used for i in step] == whole[8:20]
+    resumed = row_loader(6)
+    assert resumed.restore(state) == 6 and state["skipped"] == [[4, 8]]
+    with Prefetcher(resumed, schedule, 0, 1, 2, depth, start_step=3) as stream:
+        assert stream.state() == state
+        assert [ids(batches) for _, batches, _ in stream] == used[1:]
+
+
+def test_going_back_keeps_what_was_left_out_and_takes_ranges_that_meet_as_one():
+    loader = row_loader()
+    assert loader.go_back(loader.state(4), (6, 9)) == 4
+    assert loader.go_back({**loader.state(2), "skipped": []}, (9, 11)) == 2
+    assert loader.skipped == [(6, 11)]
+    assert loader.go_back({**loader.state(6), "skipped": [[6, 9]]}) == 6  # of (6, 11), rows 9 and 10 lie ahead
+    assert loader.skipped == [(6, 11)]
+    assert loader.go_back({**loader.state(8), "skipped": [[6, 9]]}) == 8  # these two were trained on by then
+    assert loader.skipped == [(6, 9)]
+
+
+def test_rows_that_no_data_is_left_for_are_said_at_once():
+    corpus = row_corpus(24, max_epochs=1.0)
+    loader = Loader([corpus], 1, 0)
+    with Prefetcher(loader, Steps((4,) * 6), 0, 1, 4, depth=1) as stream:
+        stream.close()
+        loader.go_back(loader.state(0), (4, 8))
+        with pytest.raises(DataError, match="the stage needs 24 rows of 1 tokens, its data gives 20"):
+            stream.restart(0)
 
 
 def test_what_was_trained_on_cannot_be_skipped():

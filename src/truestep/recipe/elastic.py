@@ -14,7 +14,9 @@ class Elastic(Section):
     )
     max: int | None = field(None, help="most processes to use; by default those that the run begins with", ge=1)
     spares: int = field(0, help="processes held ready to take the place of one that fails", ge=0)
-    restarts: int = field(3, help="failures that a host may have before it is given up; the run ends before all could be", ge=0)
+    restarts: int = field(
+        3, help="failures that a host may have before it is given up; the run ends before all could be", ge=0
+    )
     forget: Seconds = field("1h", help="time after which half of the failures are forgotten")
     start: Literal["auto", "torchrun", "fork"] = field(
         "auto", help="fork: from a process that has torch loaded already; auto: that on CPUs, torchrun on GPUs"

@@ -16,7 +16,8 @@ this run itself has shown: with the K largest of n distances so far, Z_1 >= ... 
 
 and no less than MARGIN times the largest so far, for a rare kind of data may be wilder than all the rest. The rule
 holds for tails like those of any power, however heavy, and is too careful for lighter ones (normal, log-normal noise),
-whose limit comes out too high. Nothing is suspected before FEWEST shards were seen.
+whose limit comes out too high. Nothing is suspected before FEWEST shards were seen, of which the TRIM largest are not
+believed if they exceed the limit that the others make.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ PROBABILITY = 1e-7
 """Of one distance of a clean shard lying above the limit. Each shard has two, and the limit is an estimate: five times
 this still is at most one false suspect expected in 10^6 shards."""
 K = 100
-FEWEST = 1000
+FEWEST = 5000
+TRIM = 3
 RATE = 0.05
 """Of the new in where numbers lie lately, and how far apart: about the last 20 steps."""
 MARGIN = 1.5
@@ -69,15 +71,26 @@ class Tail:
         return self._limit
 
     def add(self, distances: np.ndarray) -> None:
+        learning = self.count < FEWEST
         self.count += len(distances)
         new = distances[distances > self._largest[0]]
         if len(new):
             self._largest = np.sort(np.concatenate([self._largest, new]))[-K:]
-        smallest = self._largest[0]
-        if self.count >= FEWEST and smallest > 0:
-            inverse = np.log(self._largest / smallest).sum() / (K - 1)
-            expected = smallest * (K / (self.count * PROBABILITY)) ** inverse
-            self._limit = float(max(expected, MARGIN * self._largest[-1]))
+        if self.count < FEWEST or self._largest[0] <= 0:
+            return
+        if learning:  # faults among the first shards must not make the watch blind
+            self._largest = np.minimum(self._largest, self._expected(self._largest[:-TRIM]))
+        self._limit = max(self._expected(self._largest), MARGIN * float(self._largest[-1]))
+
+    def _expected(self, largest: np.ndarray) -> float:
+        """Weissman's estimate. Without the TRIM largest, Hill's is corrected for what it lacks of a power's tail."""
+        expected = (
+            K - 1
+        )  # of the sum of log(Z_i / Z_K), in units of 1 / alpha; the i-th has 1/i + ... + 1/(K - 1) of it
+        if len(largest) < K:
+            expected -= sum(1 / j for i in range(1, TRIM + 1) for j in range(i, K))
+        inverse = np.log(largest / largest[0]).sum() / expected
+        return float(largest[0] * (K / (self.count * PROBABILITY)) ** inverse)
 
 
 class Level:

@@ -39,6 +39,8 @@ def chaos(recipe: RecipePath, plan: Plan, out: Out = None, set: Overrides = None
             f"give it a name of its own: --set run.name={resolved.run.name}-chaos"
         )
     ended = storm.carry_out()
+    if not (storm.run_dir / "log").is_dir():
+        raise UserError(f"the run ended with exit code {ended.code} before it had begun; what it said stands above")
     records = list(read(storm.run_dir))
     found = outcomes(ended.injections, records, resolved.machine.hang_s)
     words = "ended by the plan's deadline" if ended.late else f"the run ended with exit code {ended.code}"

@@ -145,15 +145,15 @@ class Storm:
         if any(isinstance(one.strike, Flip) for one in planned):
             variables[FLIPS] = str(self._folder / "flips.json")
         process = self._popen(self.arguments, variables)
-        for name, count in self.plan.joining.items():
-            if len(self._joining) < len(self.plan.joining):
-                self._joining.append(self._join(name, count, variables))
+        token = self.run_dir.parent / f".{self.recipe.run.name}.token"
+        if self.plan.joining and not self._joining:
+            while process.poll() is None and not (token.exists() and token.stat().st_size):
+                time.sleep(POLL_S)
+            if process.poll() is None:
+                self._joining = [self._join(name, n, token, variables) for name, n in self.plan.joining.items()]
         return process
 
-    def _join(self, name: str, processes: int, variables: dict[str, str]) -> subprocess.Popen:
-        token = self.run_dir.parent / f".{self.recipe.run.name}.token"
-        while not token.exists() or token.stat().st_size == 0:
-            time.sleep(POLL_S)
+    def _join(self, name: str, processes: int, token: Path, variables: dict[str, str]) -> subprocess.Popen:
         mine = {counters.VARIABLE: str(counters.make(self._folder / f"counters-{name}", processes)), HOSTS: name}
         place = f"127.0.0.1:{self._lines[name].port}"
         arguments = ["node", place, "--token-file", str(token), "--processes", str(processes)]

@@ -245,6 +245,13 @@ class RunLog:
             ) from None
         self._size += len(line)
 
+    def require_newest(self) -> None:
+        """LogError once a newer attempt has begun: what this one writes from then on does not count."""
+        newest = next_attempt(self.run_dir) - 1
+        if newest > self.attempt:
+            taken = f"attempt {newest} of {self.run_dir} has begun"
+            raise LogError(f"{taken}, so attempt {self.attempt} must stop; nothing is lost, look at the newer one")
+
     def head(self) -> str:
         """The chain head of the last record, which is on disk when this returns: what a commit may name."""
         os.fsync(self._file)

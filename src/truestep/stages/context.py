@@ -40,6 +40,11 @@ class Context:
         if self.log:
             self.log.append(record, **fields)
 
+    def require_newest(self) -> None:
+        """On rank 0: LogError once a newer attempt has begun."""
+        if self.log:
+            self.log.require_newest()
+
     @cached_property
     def metrics(self) -> RankMetrics:
         """This rank's shard metrics, one writer for all stages of the attempt."""

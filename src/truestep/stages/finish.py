@@ -71,7 +71,12 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
     directory = context.model_dir(stage.name)
     tensors = done.state.parallel.pieces()
     digest = state_digest(tensors)
-    context.job.agree(f"clear/{stage.name}", lambda: shutil.rmtree(directory, ignore_errors=True))
+
+    def clear() -> None:
+        context.require_newest()  # else the model of a newer attempt would go
+        shutil.rmtree(directory, ignore_errors=True)
+
+    context.job.agree(f"clear/{stage.name}", clear)
     eod = done.corpora.tokenizer.eod_id
     size = save_hf(
         directory,

@@ -31,7 +31,12 @@ def open_checkpoints(context: Context, stage: Stage, again: int = 0, last_step: 
 
     def begin() -> int:
         late = [committed.key for committed in list_committed(store) if committed.step > last_step]
-        return begin_epoch(store, late).number
+        # An attempt that was paused must not fence off a newer one: that has its log first, then its epoch. Looked at
+        # once more behind, nothing that began meanwhile is missed, since this epoch then is the older one.
+        context.require_newest()
+        number = begin_epoch(store, late).number
+        context.require_newest()
+        return number
 
     checkpointer = Checkpointer(
         with_places(context, stage, store, again),

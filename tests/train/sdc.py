@@ -77,18 +77,27 @@ def start(rank: int, world: int, setting: Setting):
 
 
 def trial(
-    rank: int, world: int, setting: Setting, flips: Sequence[Flip], settings: Sentinel, steps: int, seed: int = 5
+    rank: int,
+    world: int,
+    setting: Setting,
+    flips: Sequence[Flip],
+    settings: Sentinel,
+    steps: int,
+    nan_at: Sequence[int] = (),
 ) -> Told:
-    """Train some steps; stop where something is found."""
+    """Train some steps; stop where something is found. `nan_at`: forward passes of the last rank, counted from 0, that
+    come out as no number."""
     training = start(rank, world, setting)
     injector = Injector(flips, rank, f"host{rank}") if flips else None
     guard = Integrity(training, settings, "tiny", injector)
     training.guard = guard
     if injector is not None:
         place_injector(injector, training)
+    if rank == world - 1 and nan_at:
+        _spoil(next(iter(training.parallel.parts[0].blocks.children())), nan_at)  # pyright: ignore
     told = Told()
     groups = training.parallel.groups
-    for batch in tiny.rows(steps, seed):
+    for batch in tiny.rows(steps):
         mine = tiny.share(batch, groups.data_rank, groups.data_size, setting.rows)
         try:
             result = train_step(training, mine, batch.num_targets, [])
@@ -103,3 +112,8 @@ def trial(
     training.parallel.zero_grad()
     told.weights = state_digest(training.tensors())
     return told
+
+
+def _spoil(block: torch.nn.Module, passes: Sequence[int]) -> None:
+    count = iter(range(10**6))
+    block.register_forward_hook(lambda module, given, out: out * float("nan") if next(count) in passes else None)

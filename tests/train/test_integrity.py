@@ -1,6 +1,7 @@
 """Silent corruption on real ranks: each fault is found in the step in which it happens, and whoever did it is named, or
 honestly nobody; without faults there is no alarm and no changed bit."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -165,3 +166,26 @@ def test_samples_are_the_same_whoever_draws_them():
     assert sum(sampled(3, "recompute", step, 0.05) for step in range(4000)) == pytest.approx(200, rel=0.2)
     assert [sampled(3, "x", step, 0.5) for step in range(9)] == [sampled(3, "x", step, 0.5) for step in range(9)]
     assert all(sampled(1, "x", step, 1.0) for step in range(50)) and not sampled(1, "x", 1, 0.0)
+
+
+@pytest.mark.parametrize("name", ["one", "ddp 3", "exact ddp 3", "pp 2"])
+def test_c51_a_nan_that_does_not_come_again_is_no_fault_of_the_data(pool, name):
+    """Nothing else is looked at. The forward passes of a step before are over."""
+    setting, last = sdc.SETTINGS[name], sdc.SETTINGS[name].world - 1
+    first = {"one": 6, "ddp 3": 2, "exact ddp 3": 4, "pp 2": 2}[name]  # exact computes its first step twice
+    for passes, alarm in (((first,), True), (range(first, 999), False)):
+        found = pool.run(sdc.trial, setting.world, setting, [], sdc.OFF, 2, passes)[0]
+        if alarm:
+            (fault,) = found.faults
+            assert (fault.kind, fault.step, fault.since) == ("replay", STEP, STEP)
+            assert last in fault.evidence["ranks"] and fault.named == (name != "pp 2")
+        else:
+            assert not found.faults and math.isnan(found.losses[-1])
+
+
+def test_an_overflow_that_does_not_come_again_is_told_and_leaves_no_trace(pool):
+    quiet = sdc.ALL.model_copy(update={"replay_share": 0.0})
+    hit = told(pool, "exact ddp 3", flip("gradient", bit=30, element=8), settings=quiet)
+    fault = only(hit)
+    assert (fault.kind, fault.named, fault.since) == ("replay", False, STEP + 1)
+    assert hit.weights == told(pool, "exact ddp 3", settings=sdc.OFF).weights

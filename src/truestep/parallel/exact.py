@@ -38,7 +38,8 @@ TRIES = 3
 class Outcome:
     """How a computation of a step ended, the same on all ranks. `redo`: compute it again, nothing of it is left. `norm`
     (before clipping) is infinite where gradients are not finite, or where TRIES computations were in vain. `trouble`:
-    nothing, "overflow", "not finite", or "damaged" (bits changed in a collective)."""
+    nothing, "overflow", "not finite", "damaged" (bits changed in a collective), or "not repeated" (an overflow that was
+    not there when the same was computed again: no data has done that)."""
 
     redo: bool
     norm: float
@@ -71,6 +72,7 @@ class Exact:
         self._tries = 0
         self.broken: list[tuple[int, int]] = []
         self.gave_up = False
+        self._overflowed: tuple[list[int], list[float]] | None = None  # exponents, magnitudes
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """For the checkpoint; filled in place by a load. The same on every rank."""
@@ -107,7 +109,7 @@ class Exact:
         for bucket in self._buckets:
             bucket.begin()
         if self._tries == 0:
-            self.broken, self.gave_up = [], False
+            self.broken, self.gave_up, self._overflowed = [], False, None
         self._tries += 1
         try:
             yield
@@ -161,8 +163,13 @@ class Exact:
             self.gave_up = not again.redo
             return again
         if finite and not fitting:
+            self._overflowed = list(exponents), largest
             self._set([e if fits(e, x) else exponent_for(x) for e, x in zip(exponents, largest)])
             return self._again("overflow", totals)
+        if finite and self._overflowed is not None and self._overflowed[1] != largest:
+            before, self._overflowed = self._overflowed[0], None
+            self._set([e if fits(e, x) else exponent_for(x) for e, x in zip(before, largest)])
+            return self._again("not repeated", totals)
         self._tries = 0
         if not finite:
             return Outcome(False, math.inf, totals, "not finite")

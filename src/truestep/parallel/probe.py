@@ -67,9 +67,13 @@ class GradientProbe:
 
     def take(self) -> list[float]:
         """Norms of the microbatches since the last call, in order."""
-        norms = torch.stack(self._done).tolist() if self._done else []
+        norms = self.norms()
         self._done.clear()
         return norms
+
+    def norms(self) -> list[float]:
+        """The same, left as they are."""
+        return torch.stack(self._done).tolist() if self._done else []
 
     @contextmanager
     def aside(self) -> Iterator[None]:

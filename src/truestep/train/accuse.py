@@ -107,6 +107,19 @@ class Accuser:
                 faults.append(self.fault("replay", text, sorted(ranks), named=named, step=step, since=since, **where))
         return faults
 
+    def torn(self, told: Sequence[tuple[int, bool]], step: int) -> list[Fault]:
+        """`told`: data rank of each rank, and whether it came to the same when it computed a step that is not finite
+        once more."""
+        places = {place for place, same in told if not same}
+        everywhere = len(places) == len({place for place, _ in told}) > 1
+        faults = []
+        for place in sorted(places):
+            some = [rank for rank, (at, _) in enumerate(told) if at == place]  # they compute on each other's results
+            named = not everywhere and len(some) == 1
+            text = "a microbatch that is not finite came out otherwise when it was computed again"
+            faults.append(self.fault("replay", text, some, named=named, step=step, since=step, repeatable=False))
+        return faults
+
     def misdelivered(self, told: Sequence[Sequence[Delivered]], step: int) -> list[Fault]:
         """`told`: of each rank, what it and the others of its groups saw."""
         faults = []

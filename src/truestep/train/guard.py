@@ -44,9 +44,10 @@ class Guard(Protocol):
         """Of this rank, to be summed over ranks in the step's agreement."""
         ...
 
-    def inspect(self, sums: list[float], numbers: list[float]) -> None:
-        """Before the update: the last look. `sums`: loss sums of this rank's microbatches; `numbers`: the sums of all
-        ranks' numbers. Collective."""
+    def inspect(self, shards: list[tuple[float, float, float]], numbers: list[float], *, finite: bool) -> None:
+        """Before the update: the last look. `shards`: of this rank's microbatches the loss sum, weight and gradient
+        norm; `numbers`: the sums of all ranks' numbers; `finite`: whether loss and gradient norm of the step are.
+        Collective."""
         ...
 
 

@@ -89,7 +89,7 @@ class Integrity:
         yield float(bool(self._device))
         self._suspects = False
 
-    def inspect(self, sums: list[float], numbers: list[float]) -> None:
+    def inspect(self, shards: list[tuple[float, float, float]], numbers: list[float], *, finite: bool) -> None:
         work, step, exact = self._work, self._state.step + 1, self._state.exact
         assert work is not None
         self._asked = numbers[1] > 0
@@ -103,8 +103,12 @@ class Integrity:
             faults.append(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=True))
         if self._armed:
             self._state.parallel.wire.armed = False
-            faults += [] if faults else self._compared(work, sums)
+            faults += [] if faults else self._compared(work, [loss for loss, _, _ in shards])
             self._state.parallel.probe.watched = ()
+        if not finite and not faults and not self._state.scaler.enabled and work.factor:
+            place = self._state.parallel.groups.data_rank
+            told = self._accuser.everybody((place, self._recheck.repeats_itself(work, shards)))
+            faults += self._accuser.torn(told, step)
         self._work = None
         if faults:
             self._rest.forget()
@@ -116,6 +120,9 @@ class Integrity:
         self._rest.leave(step, everything=sweep and settings.digest_share > 0)
         self._left_at = step
         found, self._alarms = self._alarms, []
+        if "not repeated" in result.troubles:
+            text = "an overflow of gradients was not there when the step was computed again"
+            found.append(Alarm(self._accuser.fault("replay", text, [], named=False, step=step, since=step + 1)))
         if exact is not None and "damaged" in result.troubles:
             found.append(Alarm(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=False)))
         return [*found, *(self._replicas() if sweep else [])]
@@ -123,9 +130,7 @@ class Integrity:
     def _indices(self, work: Work) -> Sequence[int]:
         """Which microbatches of the step are computed again: one, or where every step is looked at, all. (Those of a
         pipeline are one sum.)"""
-        shares, step = self._state.shares, self._state.step
-        everywhere = len(work.batches) if shares is None or shares.even else shares.everywhere(step)
-        count = 1 if self._state.parallel.pipeline is not None else everywhere
+        count = self._recheck.count(work)
         if self._settings.replay_share == 1:
             return range(count)
         return [draw(self._state.seed, "microbatch", self._state.step) % count]

@@ -8,9 +8,10 @@ A rank's bits also depend on those that compute with it (tp, cp and pp): each ra
 place of another data rank.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +28,16 @@ from truestep.train.state import TrainState
 
 @dataclass(frozen=True)
 class Bits:
-    """What a computation came to: `values` int64, first the loss sums' bits, then a fingerprint for each of `names`."""
+    """What a computation came to: `values` int64, first the loss sums' bits, then a fingerprint for each of `names`.
+    `norms`: of the gradients, which are not compared."""
 
     values: torch.Tensor
     names: list[str]
+    norms: list[float] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        return self.values[: len(self.values) - len(self.names)].view(torch.float64).tolist()
 
     @property
     def digest(self) -> int:
@@ -104,6 +111,24 @@ class Recheck:
             dist.all_gather_object(told, (self._ranks, rows, differs, self._at(1)), group=self._state.job.control)
         return _judged(told)
 
+    def count(self, work: Work) -> int:
+        """Of how many a step consists, as far as every data rank has them. Those of a pipeline are one sum."""
+        shares = self._state.shares
+        if self._state.parallel.pipeline is not None:
+            return 1
+        return len(work.batches) if shares is None or shares.even else shares.everywhere(self._state.step)
+
+    def repeats_itself(self, work: Work, shards: Sequence[tuple[float, float, float]]) -> bool:
+        """Whether this rank's microbatches, computed once more, are finite where they were and not where they were not:
+        their loss sums, and the norms of their gradients where known. (Bits would ask for kernels that repeat
+        themselves.)"""
+        whole, count = self._state.parallel.pipeline is not None, self.count(work)
+        seen = shards if whole else shards[:count]
+        again = [self._compute(work, index, 0) for index in range(count)]
+        losses = _finite([loss for loss, _, _ in seen]) == _finite([loss for each in again for loss in each.losses])
+        norms = _finite([norm for _, _, norm in seen]) == _finite([norm for each in again for norm in each.norms])
+        return losses and (norms or whole)
+
     def _at(self, shift: int) -> int:
         return (self._place + shift) % self.size
 
@@ -119,7 +144,8 @@ class Recheck:
 
         with parallel.aside(), repeatable(parallel.device), exact.aside() if exact else nullcontext():
             sums, _ = parallel.run(batches, work.loss_of, work.factor, begin)
-            return _bits(torch.stack(sums).double(), parallel.probe.prints.get(0, {}))
+            found = _bits(torch.stack(sums).double(), parallel.probe.prints.get(0, {}))
+            return replace(found, norms=parallel.probe.norms())
 
     def _moved(self, batches: list[Batch], shift: int) -> list[Batch]:
         """Microbatches of the rank that is `shift` further on."""
@@ -151,6 +177,10 @@ def _bits(losses: torch.Tensor, prints: dict[str, torch.Tensor]) -> Bits:
     names = sorted(prints)
     found = torch.stack([prints[name] for name in names]).cpu() if names else torch.zeros(0, dtype=torch.int64)
     return Bits(torch.cat((losses.cpu().view(torch.int64), found)), names)
+
+
+def _finite(values: Sequence[float]) -> list[bool]:
+    return [math.isfinite(value) for value in values]
 
 
 def _fields(batch: Batch) -> tuple[torch.Tensor | None, ...]:

@@ -7,6 +7,7 @@ microbatches and ranks without any further factor, and no mean of means exists a
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         state.guard.begin(Work(batches, loss_of, share, begin_number))
     found = gradient(state, batches, weights, loss_of, share, begin, everything(questions, state.guard))
     agreed, numbers = found.agreed[: len(questions)], found.agreed[len(questions) :]
-    if state.guard is not None:
-        state.guard.inspect(found.sums, numbers)
     loss, norm = found.total / divisor if divisor else 0.0, found.norm.item()
+    if state.guard is not None:
+        state.guard.inspect(found.shards, numbers, finite=isfinite(loss) and isfinite(norm))
     judgement = state.spikes.judge(loss, norm, scaled=scale > 1.0) if divisor else NO_TARGETS
     taken = judgement.verdict is Verdict.GO
 

@@ -159,7 +159,7 @@ def _pids(counted: Path) -> list[int]:
 def test_torchrun_starts_attempts_and_a_killed_rank_is_started_again(exact):
     folder, file, reference = exact
     run_dir, counted = folder / "runs" / "torchrun", folder / "torchrun.counters"
-    more = ["--set", "run.name=torchrun", *elastic(start="torchrun")]
+    more = ["--set", "run.name=torchrun", *elastic(start="torchrun", regroup="")]
     process = start("truestep", "run", str(file), *more, environment={"TRUESTEP_COUNTERS": str(counted)})
     wait_for_step(run_dir, 6, process)
     kill(counted, rank=2)

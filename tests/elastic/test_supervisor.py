@@ -289,7 +289,7 @@ def test_a_notice_stops_the_run_politely(tmp_path):
 
 
 def test_ranks_that_do_not_end_after_a_failure_are_killed_and_not_blamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "GRACE_S", 0.1)
+    monkeypatch.setattr(module, "SHORT_GRACE_S", 0.1)
 
     def answer(fake, order):
         if order["do"] == "start":

@@ -20,7 +20,6 @@ from .small import small
         ),
         ({"elastic": {"listen": "localhost"}}, "'localhost', which is not host:port"),
         ({"elastic": {"start": "torchrun", "regroup": True}}, "machine.elastic.regroup is set but will not be used"),
-        ({"elastic": {"restarts": 0, "forget": "1h"}}, "machine.elastic.forget is set but will not be used"),
     ],
 )
 def test_what_cannot_be_is_said(machine, sentence):

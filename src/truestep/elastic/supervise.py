@@ -48,7 +48,7 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
     events = Events(run_dir)
     hangs = HangWatch(recipe.machine.hang_s, alike=recipe.machine.mesh.pp == 1)
     roster = Roster(members, events, {here.name: here}, hub)
-    return Supervisor(events, members, roster, dict(variables), warnings, hangs).run()
+    return Supervisor(events, members, roster, dict(variables), warnings, hangs, regroup).run()
 
 
 def _hub(recipe: Recipe, start: str, regroup: bool, variables: Mapping[str, str]) -> Hub:

@@ -27,8 +27,8 @@ LOOK_S = 0.25
 """How often progress, hosts that could be used, and notices are looked at."""
 GRACE_S = 20.0
 """How long the others may go on after one has failed, to say what they have to say, before they are killed."""
-LOST_GRACE_S = 3.0
-"""The same where a host was lost: whoever has not noticed by then waits for a silent connection."""
+SHORT_GRACE_S = 3.0
+"""The same where there is nothing to wait for: a rank crashed, or its host was lost, and no survivor is to stay."""
 JOIN_S = 600.0
 """How long to wait for hosts when there are too few."""
 STATE = "elastic/state.json"
@@ -53,7 +53,7 @@ class Stop:
 
 @dataclass
 class Supervisor:
-    """`variables` are added to every worker's environment."""
+    """`variables` are added to every worker's environment; `regroup`: survivors of a failure may stay for a new group."""
 
     events: Events
     members: Members
@@ -61,6 +61,7 @@ class Supervisor:
     variables: dict[str, str]
     warnings: Warnings = field(default_factory=Warnings)
     hangs: HangWatch | None = None
+    regroup: bool = False
     attempt: Attempt | None = None
     group: Group | None = None
     outcome: Outcome | None = None
@@ -187,8 +188,9 @@ class Supervisor:
         """Others may wait for a rank that is out: they get a while to say so."""
         now = time.monotonic()
         if self._deadline is None:
-            lost = attempt.fault is not None and attempt.fault.kind == "lost"
-            self._deadline = now + (LOST_GRACE_S if lost else GRACE_S)
+            fault = attempt.fault
+            short = fault is not None and (fault.kind == "lost" or (fault.host is not None and not self.regroup))
+            self._deadline = now + (SHORT_GRACE_S if short else GRACE_S)
         elif now > self._deadline:
             self.roster.signal(signal.SIGKILL, sorted(attempt.condemn()))
             self._deadline = now + GRACE_S

@@ -118,10 +118,7 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
         Rule(("async_tp", "offload_optimizer"), lambda s: s.device != "cpu", "a CUDA device", ("device",)),
         _when("activation_checkpointing", "auto")("activation_memory"),
     ),
-    Elastic: (
-        Rule(("regroup",), lambda s: s.start != "torchrun", 'start = "auto" or "fork"', ("start",)),
-        Rule(("forget",), lambda s: s.restarts > 0, "restarts above 0", ("restarts",)),
-    ),
+    Elastic: (_when("start", "auto", "fork")("regroup"),),
     Pipeline: (_when("schedule", *LOOPED)("stages_per_rank"),),
     Context: (_when("style", "all-gather")("balance"),),
     LowPrecision: (

@@ -132,3 +132,12 @@ def test_low_precision(tmp_path):
     assert 0 < abs(low["gaps"][0]) < 0.1 and 0 < abs(low["format_costs"]) < 0.1
     assert 0 < low["kept_bytes"] < high["kept_bytes"] and len(low["runs"][0]["losses"]) == 4
     assert low["training_loss"] == pytest.approx(high["training_loss"], abs=0.1)
+
+
+@pytest.mark.slow
+def test_sdc(tmp_path):
+    result = run("sdc.py", tmp_path / "out.json", "--smoke")
+    assert result["matrix"]["flips"] == 24 and result["default"]["flips"] == 6
+    assert not result["matrix"]["wrongly_named"] and result["matrix"]["all"]["found"] > 0.8
+    assert all(figures["false_alarms"] == 0 for figures in result["clean"].values())
+    assert result["cost"]["share of recomputation"] > 0

@@ -123,7 +123,7 @@ def plan(count: int, world: int, seed: int, sites: Sequence[str] = SITES) -> lis
     for number in range(count):
         flips.append(
             Flip(
-                sites[number % len(sites)],
+                sites[(number + seed) % len(sites)],
                 FIRST,
                 draw.randrange(world),
                 tensor=draw.randrange(10**6),

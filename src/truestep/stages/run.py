@@ -68,7 +68,7 @@ def _attempts(recipe: Recipe, here: Place | None, command: str) -> str:
 
 
 def _attempt(recipe: Recipe, here: Place | None, command: str, launched: float) -> str:
-    machine, reason = recipe.machine, None
+    machine, together = recipe.machine, False  # whether all ranks end alike
     regroups = Orders.of(os.environ) is not None
     begin_job()
     job = join(here, device=machine.device, threads=machine.threads, timeout_s=machine.timeout, regroups=regroups)
@@ -77,12 +77,13 @@ def _attempt(recipe: Recipe, here: Place | None, command: str, launched: float) 
         try:
             context.attempt = job.agree("open", lambda: _open(context))
             _say_start(context, launched)
-            reason = _stages(context)
+            reason, together = _stages(context), True
             _take_in(context)
             context.note("attempt_end", reason=reason)
             return reason
         except BaseException as error:
             end = job.settle(error)
+            together = isinstance(end, Again)
             _say_end(context, end)
             if end is not error:
                 raise end from error
@@ -91,7 +92,7 @@ def _attempt(recipe: Recipe, here: Place | None, command: str, launched: float) 
             context.closing.close()
             if context.log:
                 context.log.close()
-            job.leave(meet=reason is not None)
+            job.leave(meet=together)
 
 
 def _say_end(context: Context, end: BaseException) -> None:

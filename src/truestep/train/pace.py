@@ -76,7 +76,7 @@ class BlockTimer:
         if self._cuda:
             self._events.append((self._since, self._now()))
         else:
-            self._spent_s += time.perf_counter() - self._since
+            self._spent_s += self._now() - self._since
         self._calls += 1
         self._since = None
 

@@ -86,12 +86,6 @@ def test_c38_the_last_save_is_tried_once_more(capsys, tmp_path, full):
     assert sound_checkpoints(_place(tmp_path))[-1] == 20
 
 
-def test_c38_the_last_save_fails_for_good(capsys, tmp_path, full):
-    full(s20=9)
-    _run(capsys, tmp_path).refused("saving step 20 failed", "no space is left")
-    assert sound_checkpoints(_place(tmp_path)) == [5, 10, 15]
-
-
 def test_another_attempt_takes_over(capsys, tmp_path, monkeypatch):
     """The run that is fenced off ends at once with one sentence, long before its limit of failures."""
     rivals = []

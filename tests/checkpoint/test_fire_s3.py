@@ -12,6 +12,7 @@ from tests.fronts import front_of, hold, keep, lose_answer, path, reset, slow_do
 from truestep.checkpoint.catalogue import Committed, begin_epoch
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.load import load_newest
+from truestep.checkpoint.sweep import plan_sweep, sweep
 from truestep.errors import StorageError
 from truestep.storage import objects
 from truestep.storage.objects import ObjectStore
@@ -145,6 +146,23 @@ def test_an_upload_that_fails_leaves_no_parts_behind(run, front):
     begun = [request for request in front.seen if request.method == "POST" and "uploads" in request.path]
     ended = [request for request in front.seen if request.method == "DELETE" and "uploadId=" in request.path]
     assert len(begun) == len(ended) == 1
+
+
+def test_an_upload_that_cannot_even_be_given_up(run, front):
+    """The network is gone from the second part on: the parts stay in the bucket, harm nobody, and the sweeper finds and
+    takes them."""
+    front.on(lambda request: request.is_part and "partNumber=2" in request.path, reset, 50)
+    front.on(lambda request: request.method == "DELETE" and "uploadId=" in request.path, reset, 50)
+    saved = run.save(2, BIG).result()
+    assert not saved.ok and "\n" not in saved.error
+    front.forget()
+    (orphan,) = plan_sweep(run.true, older_s=0.0).uploads
+    assert "steps/000000000002-000002" in orphan.key
+    run.ends({1})
+    assert attempt(run.true, [10])[0] == 9
+    sweep(run.true, plan_sweep(run.true, older_s=0.0))
+    assert plan_sweep(run.true, older_s=0.0).uploads == []
+    check(run.true, {1, 9, 10})
 
 
 def test_a_list_from_before(run, front, seaweed):

@@ -6,8 +6,8 @@
     python benchmarks/sdc.py --smoke               a few flips, under a minute: tries the harness, measures nothing
 
 Site x bit x rank x once or always, on tiny models that train on forked ranks (tests/train/sdc_matrix.py). A flip is
-effective if it changes the final state where nobody looks. The cost of a detector is its CPU seconds over those of a step,
-of a model of 30 million parameters on one rank: of its own calls, not of a difference between two noisy runs.
+effective if it changes the final state where nobody looks. What a detector costs are the CPU seconds of its own calls
+over those of a step, on one rank with a model of 30 million parameters; no difference between two noisy runs.
 """
 
 import argparse

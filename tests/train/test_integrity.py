@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from tests import tiny
 from tests.pool import Pool
 from tests.train import sdc
 from truestep.recipe.sentinel import Sentinel
 from truestep.sentinel.inject import Flip
-from truestep.train.integrity import sampled
+from truestep.train.integrity import Integrity, sampled
+from truestep.train.step import train_step
 
 STEP = 2
 SLOW = pytest.mark.slow
@@ -189,3 +191,16 @@ def test_an_overflow_that_does_not_come_again_is_told_and_leaves_no_trace(pool):
     fault = only(hit)
     assert (fault.kind, fault.named, fault.since) == ("replay", False, STEP + 1)
     assert hit.weights == told(pool, "exact ddp 3", settings=sdc.OFF).weights
+
+
+def test_a_suspicion_has_the_step_after_next_computed_again():
+    setting = sdc.SETTINGS["one"]
+    training = sdc.start(0, 1, setting)
+    training.guard = guard = Integrity(training, sdc.OFF, "tiny")
+    armed = []
+    for number, batch in enumerate(tiny.rows(5)):
+        train_step(training, tiny.share(batch, 0, 1, setting.rows), batch.num_targets, [])
+        armed.append(guard.armed)
+        if number == 1:
+            guard.suspect()
+    assert armed == [False, False, False, True, False]

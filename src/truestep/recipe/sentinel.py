@@ -38,7 +38,9 @@ class Sentinel(Section):
         100, help="steps between digests of all state, logged, and compared between replicas; 0 means never", ge=0
     )
     replay_share: Share = field(
-        0.005, help="share of steps of which every rank computes a microbatch of another one again, to compare bits"
+        0.005,
+        help="share of steps of which every rank computes a microbatch of another one again, to compare bits; "
+        "1: all microbatches of all steps",
     )
     invariants: bool = field(True, help="ties and replicas equal, learning rate as scheduled, no parameter left out")
     check_host: bool = field(True, help="at start, a product and a memory test with known bits, and one of each link")

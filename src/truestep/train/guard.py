@@ -28,6 +28,10 @@ class Guard(Protocol):
         """Whether bits of this step will be compared, so that it has to take kernels that repeat themselves."""
         ...
 
+    def suspect(self) -> None:
+        """There is a reason, be it none that proves anything, to have one of the next steps computed again."""
+        ...
+
     def idle(self) -> None:
         """Between two steps there is time for a short test of this rank's device."""
         ...

@@ -203,6 +203,8 @@ class Loop:
         state = self.state
         spikes = state.spikes.alarms(state.step - 1, result.judgement)
         shards = state.statistics.alarms(state.step) if state.statistics else []
+        if shards and state.guard is not None:
+            state.guard.suspect()
         return [*spikes, *shards, *(alarm for check in self.checks for alarm in check.after(result))]
 
     def _rolled_back(self, alarms: Sequence[Alarm]) -> bool:

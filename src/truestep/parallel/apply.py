@@ -200,8 +200,26 @@ def _replicate(model: nn.Module, groups: Groups, wire: Wire) -> DistributedDataP
 
         return work.get_future().then(summed)
 
+    if dist.get_backend(group) != "fake":  # a dry run, which takes one step and compares with nobody
+        _settle_buckets(replicated)
     replicated.register_comm_hook(None, add_up)  # pyright: ignore[reportArgumentType]
     return replicated
+
+
+def _settle_buckets(replicated: DistributedDataParallel) -> None:
+    """Let DDP choose its buckets now, from a backward pass that touches nothing. It would choose them anew after the
+    first step of every attempt, by the order of gradients, and sums over three replicas or more depend on where in a
+    bucket a gradient lies: a run that resumes would part in the last bits from one that goes on. Collective."""
+    reducer = replicated.reducer  # private, but for it there is only the forward pass of the model
+    parameters = [parameter for parameter in replicated.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        # Autograd begins with what was made last, so gradients come in the order of a real backward pass, or nearly.
+        torch.stack([parameter.flatten()[:1].sum() * 0 for parameter in parameters]).sum().backward()
+        reducer._rebuild_buckets()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _policy(dtype: torch.dtype, by_autocast: bool) -> MixedPrecisionPolicy:

@@ -10,10 +10,13 @@ LINKS = $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 unexport PYTHONDONTWRITEBYTECODE
 export OMP_WAIT_POLICY = passive
 
-.PHONY: quickstart test lint types tests slow lock clean
+.PHONY: quickstart demo test lint types tests slow lock clean
 
 quickstart: $(VENV)/.run
 	$(BIN)/truestep run recipes/quickstart.toml
+
+demo: $(VENV)/.run
+	$(BIN)/python demo/demo.py
 
 test: lint types tests
 

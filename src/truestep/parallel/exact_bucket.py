@@ -1,8 +1,10 @@
 """Integer sums of the gradients of one step: what `exact` adds into, and how they become `.grad`."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -131,8 +133,11 @@ class HookedBucket(Bucket):
     def __init__(self, scales: Scales, params: Mapping[str, torch.nn.Parameter], route: Callable[[str], Route]):
         super().__init__(scales, lay_out(scales, {name: param.numel() for name, param in params.items()}, route))
         self._params = dict(params)
+        # Python's collector does not see through autograd: a hook that holds the bucket would keep it, and groups that
+        # are given up, for ever.
+        seen: weakref.ref[HookedBucket] = weakref.ref(self)
         for slot in self.slots:
-            self.parameter(slot).register_post_accumulate_grad_hook(lambda param, slot=slot: self._hook(slot, param))
+            self.parameter(slot).register_post_accumulate_grad_hook(partial(_taken, seen, slot))
 
     def parameter(self, slot: Slot) -> torch.nn.Parameter:
         return self._params[slot.name]
@@ -140,12 +145,19 @@ class HookedBucket(Bucket):
     def sweep(self) -> None:
         """A pipeline's split backward sets gradients without the engine's hooks."""
         for slot in self.slots:
-            self._hook(slot, self.parameter(slot))
+            self.accumulated(slot, self.parameter(slot))
 
-    def _hook(self, slot: Slot, param: torch.Tensor) -> None:
+    def accumulated(self, slot: Slot, param: torch.Tensor) -> None:
+        """Autograd has made a gradient."""
         if param.grad is not None and self.scales.open:
             grad, param.grad = param.grad, None
             self.take(slot, grad)
+
+
+def _taken(bucket: "weakref.ref[HookedBucket]", slot: Slot, param: torch.Tensor) -> None:
+    here = bucket()
+    if here is not None:
+        here.accumulated(slot, param)
 
 
 def lay_out(scales: Scales, widths: Mapping[str, int], route: Callable[[str], Route]) -> list[Slot]:

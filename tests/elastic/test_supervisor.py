@@ -18,6 +18,14 @@ def in_no_hurry(monkeypatch):
     monkeypatch.setattr(module, "POLL_S", 0.0)
     monkeypatch.setattr(module, "LOOK_S", 0.0)
 
+    def too_long(*_):
+        raise TimeoutError("the supervisor comes to no end")
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, 20.0)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+
 
 def scripted(*parts):
     """The n-th start is answered by the n-th part: codes, or a function of the order. Signals are not answered."""
@@ -63,6 +71,13 @@ def test_a_crash_is_restarted_with_new_processes(tmp_path):
     assert (fault["kind"], fault["rank"], fault["host"], fault["named"]) == ("exit", 0, "a", True)
     (decision,) = posted(tmp_path, "decision")
     assert (decision["action"], decision["world"]) == ("restart", 3) and 0 <= decision["seconds"] < 1
+
+
+def test_what_comes_late_from_an_attempt_that_is_over_is_nobodys(tmp_path):
+    late = {"is": "ended", "serial": 1, "rank": 0, "code": -9, "step": None}
+    here = machine(scripted({0: 70, 1: -9, 2: 70}, lambda order: [late, *ended(order, 0)]))
+    assert supervisor(tmp_path, here).run().code == 0
+    assert len(here.starts) == 2
 
 
 def test_survivors_regroup_and_the_dead_rank_is_replaced(tmp_path):

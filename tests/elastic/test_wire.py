@@ -96,14 +96,21 @@ def test_a_forged_line_breaks_the_connection(forgery):
     client.close()
 
 
-def test_the_last_word_is_heard():
+def test_the_last_word_is_heard(monkeypatch):
     server, client = pair()
+    read = threading.Event()
+    monkeypatch.setattr(client, "_break", lambda why: read.wait(5))  # it is slow to hang up
     for number in range(20):
         client.send({"number": number})  # unread when the server closes, as beats are
     server.send({"do": "bye"})
-    server.finish()
+    closing = threading.Thread(target=server.finish)
+    closing.start()
     assert heard(client) == [{"do": "bye"}]
+    assert closing.is_alive()  # it waits for the other side to hang up, so that nothing is cut off
+    read.set()
     client.close()
+    closing.join(timeout=5)
+    assert not closing.is_alive()
 
 
 def test_a_token_must_be_there_and_long(tmp_path):

@@ -39,7 +39,8 @@ def test_c51_the_odd_one_out_of_three_is_the_third():
 @pytest.mark.parametrize(
     ("hashes", "named", "odd"),
     [("AABA", True, (2,)), ("AB", False, (0, 1)), ("AABB", False, (0, 1, 2, 3)), ("BAAA", True, (0,)),
-     ("ABC", False, (0, 1, 2)), ("AAABC", True, (3, 4)), ("AABCD", False, (0, 1, 2, 3, 4))],
+     ("ABC", False, (0, 1, 2)), ("AABC", False, (0, 1, 2, 3)), ("AAABC", True, (3, 4)),
+     ("AABCD", False, (0, 1, 2, 3, 4))],
 )  # fmt: skip
 def test_c53_only_a_strict_majority_names(hashes, named, odd):
     found = vote(hashes)

@@ -60,7 +60,13 @@ def test_a_clean_run_has_no_alarm_and_the_bits_of_one_that_nobody_looks_at(pool,
 
 @SLOW
 def test_looking_at_experts_and_low_compute_changes_nothing(pool):
-    moe = {"num_experts": 4, "top_k": 2, "expert_size": 16, "balance": "bias"}
+    moe = {
+        "num_experts": 4,
+        "top_k": 2,
+        "expert_size": 16,
+        "balance": "aux",
+        "counts": "previous",
+    }  # the counts are state
     for setting in (
         replace(sdc.SETTINGS["fsdp 3"], model={"moe": moe}),
         replace(sdc.SETTINGS["fsdp 3"], precision="bfloat16"),

@@ -1,4 +1,4 @@
-# Two commands: `make quickstart` and `make test`. Each sets itself up in .venv and needs only Python 3.11 or newer.
+# Three commands: `make quickstart`, `make demo` and `make test`. Each sets itself up in .venv and needs only Python 3.11 or newer.
 # uv is used where it is installed, plain pip elsewhere. PIP_FIND_LINKS is honoured by both.
 
 PYTHON ?= python3

@@ -29,6 +29,8 @@ from truestep.stages.measure import versions
 from truestep.stages.progress import TerminalProgress
 from truestep.stages.resume import bits_now
 
+COLLECTIONS = 5
+"""Most passes of the collector over what a failed attempt leaves."""
 STAGES = {"pretrain": pretrain.carry_out}
 """Kinds of stages. A new one is one new file here with `carry_out(context, stage)`, and a line in this dict."""
 
@@ -50,6 +52,8 @@ def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:
 
 def _attempts(recipe: Recipe, here: Place | None, command: str) -> str:
     launched, orders = float(os.environ.get("TRUESTEP_LAUNCHED") or time.time()), Orders.of(os.environ)
+    if orders is not None:
+        gc.freeze()  # what was imported stays; not to look through it makes _let_go many times as quick
     while True:
         try:
             return _attempt(recipe, here, command, launched)
@@ -57,14 +61,20 @@ def _attempts(recipe: Recipe, here: Place | None, command: str) -> str:
             if orders is None or here is None:
                 raise
             left = Left(os.getpid(), here.rank, here.local_rank, str(end))
-        # Only now has the traceback let go of the model and of the groups, whose connections close with them: that is
-        # what tells those who wait for this rank.
-        forget_meshes()
-        gc.collect()
+        _let_go()
         launched = time.time()
         here = orders.ask(left)
         if here is None:
             raise Lost(left.why)
+
+
+def _let_go() -> None:
+    """Now that no traceback holds them any more: the model and the groups, whose connections close with them. That is
+    what tells those who wait for this rank."""
+    forget_meshes()
+    for _ in range(COLLECTIONS):
+        if not gc.collect():  # what one finds holds others, by way of C++
+            return
 
 
 def _attempt(recipe: Recipe, here: Place | None, command: str, launched: float) -> str:

@@ -11,7 +11,7 @@ from truestep.sentinel.inject import flip_bit_
 
 
 def _exact(rank, world, changes):
-    """Residual over all ranks of two exchanges and two sums; rank 1 gets the first word changed by each of `changes`."""
+    """Residual over all ranks of two exchanges and two sums; on rank 1 the first word is off by each of `changes`."""
     group, trail, changes = dist.group.WORLD, Trail(), iter(changes)
     trail.strike = lambda x: x.view(-1)[:1].add_(next(changes)) if rank == 1 else None
     residual = torch.zeros((), dtype=torch.int64)

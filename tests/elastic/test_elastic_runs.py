@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from truestep.runlog import counters
+
 from .runs import finish, kill, records, start, wait_for, wait_for_step, weights_digest, write_recipe
 
 EXACT = {"numerics": {"reduction": "exact"}}
@@ -60,6 +62,7 @@ def test_a_spare_takes_over_and_then_the_run_shrinks_with_the_same_weights(exact
     assert weights_digest(run_dir) == reference
 
 
+@pytest.mark.slow
 def test_new_processes_where_survivors_must_not_stay_and_a_budget_that_ends(exact):
     folder, file, _ = exact
     run_dir, counted = folder / "runs" / "spent", folder / "spent.counters"
@@ -102,6 +105,7 @@ def test_another_machine_joins_is_killed_and_comes_back(exact):
     assert weights_digest(run_dir) == reference
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_to_leave_is_left_after_a_checkpoint(exact):
     folder, file, reference = exact
     run_dir, listen = folder / "runs" / "left", f"127.0.0.1:{free_port()}"
@@ -150,8 +154,6 @@ def test_a_machine_ends_its_workers_when_its_supervisor_is_gone(exact):
 
 
 def _pids(counted: Path) -> list[int]:
-    from truestep.runlog import counters
-
     return [row["pid"] for row in counters.read(counted) if row["pid"]]
 
 

@@ -1,69 +1,13 @@
 """Real processes: the launcher, torchrun with two agents, Ctrl-C, kill -9. They import torch anew, so they are few."""
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests import small_run
-from truestep.recipe.dump import dump
-from truestep.recipe.load import load
-from truestep.runlog.log import read
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-TIMEOUT_S = 150
-
-
-def write_recipe(folder: Path, **changes) -> Path:
-    """The small run on two processes, as a file."""
-    body = small_run.recipe(folder, **changes)
-    file = folder / "recipe.toml"
-    file.write_text(dump(load(small_run.with_machine(body, processes=2))))
-    return file
-
-
-def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
-    command = [sys.executable, "-m", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=ENVIRONMENT | (environment or {}), start_new_session=True, **pipes)
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str]:
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, output
-
-
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
-    """Until the log holds that step."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(f"ended before step {step}: {process.communicate()[0]}")
-        try:
-            if any(r.kind == "step" and r.data.step >= step for r in read(run_dir)):
-                return
-        except Exception:  # the log is only just being made
-            pass
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached")
-
-
-def weights_digest(run_dir: Path) -> str:
-    return json.loads((run_dir / "models" / "base" / "manifest.json").read_text())["weights"]
-
-
-def records(run_dir: Path, kind: str) -> list:
-    return [r.data for r in read(run_dir) if r.kind == kind]
+from .runs import TIMEOUT_S, finish, records, start, wait_for_step, weights_digest, write_recipe
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.servers"]
+pytest_plugins = ["tests.servers", "tests.namespaces"]

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,14 @@ def write_recipe(folder: Path, processes: int = 2, machine: dict[str, Any] | Non
     return file
 
 
-def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
-    command = [sys.executable, "-m", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=ENVIRONMENT | (environment or {}), start_new_session=True, **pipes)
+def start(
+    *arguments: str, environment: dict[str, str] | None = None, before: Sequence[str] = (), output: Path | None = None
+) -> subprocess.Popen:
+    """`before` stands in front of the command; `output`: a file to add to, instead of a pipe."""
+    command = [*before, sys.executable, "-m", *arguments]
+    with output.open("a") if output else nullcontext() as file:
+        pipes = {"stdout": file or subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=ENVIRONMENT | (environment or {}), start_new_session=True, **pipes)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:

@@ -3,7 +3,8 @@
 The supervisor calls the agent of its own machine directly; on other machines `truestep node` stands between, and the
 same orders and events go over a wire (truestep.elastic.wire). Both are mappings that JSON can carry:
 
-    start    serial, ranks [{rank, host}], world, node, nodes, address, port, variables, regroup
+    start    serial, ranks [{rank, host}], world, node, nodes, address and port (of rank 0), mine (this machine's
+             address for the others), variables, regroup
     dump     into                       write down what every worker is doing
     signal   number, ranks (None: all)
     ended    serial, rank, code, step   a worker ended
@@ -13,7 +14,6 @@ same orders and events go over a wire (truestep.elastic.wire). Both are mappings
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,6 +23,7 @@ from typing import Any
 
 from truestep.elastic import stacks
 from truestep.elastic.attempt import crash
+from truestep.elastic.interfaces import interface_of
 from truestep.elastic.keeper import Keeper
 from truestep.elastic.ports import free_port
 from truestep.elastic.starts import STARTS, Ended, Nodes, Start, Work
@@ -31,7 +32,7 @@ from truestep.elastic.watcher import observed
 from truestep.runlog import counters
 from truestep.storage.keeper import TOKEN
 
-ORDERS, SUPERVISED = "TRUESTEP_ORDERS", "TRUESTEP_SUPERVISED"
+ORDERS, SUPERVISED, INTERFACE = "TRUESTEP_ORDERS", "TRUESTEP_SUPERVISED", "GLOO_SOCKET_IFNAME"
 
 
 @dataclass
@@ -180,6 +181,7 @@ class Agent:
             "local_world": len(order["ranks"]),
             "master_addr": order["address"],
             "master_port": order["port"],
+            "interface": _interface(order),
         }
 
     def _variables(self, worker: _Worker, order: dict[str, Any]) -> dict[str, str]:
@@ -198,8 +200,8 @@ class Agent:
         }
         if worker.door is not None:
             mine[ORDERS] = worker.door.path
-        if sys.platform.startswith("linux") and order["address"].startswith("127."):
-            mine["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        if (interface := _interface(order)) is not None:
+            mine[INTERFACE] = interface
         mine |= self._keeper(worker.host, order)
         return {**os.environ, **order["variables"], **{name: str(value) for name, value in mine.items()}}
 
@@ -214,3 +216,9 @@ class Agent:
             listen = "127.0.0.1" if order["address"].startswith("127.") else "0.0.0.0"
             keeper = self._keepers[host] = Keeper(token, listen)
         return keeper.variables
+
+
+def _interface(order: dict[str, Any]) -> str | None:
+    """Where gloo is to listen. A wish of the user's holds between machines; on one, the loopback always works."""
+    wish = None if order["address"].startswith("127.") else os.environ.get(INTERFACE)
+    return wish or interface_of(order["mine"])

@@ -9,6 +9,8 @@ from truestep.elastic.events import Events
 from truestep.elastic.machines import Hub, Machine, There
 from truestep.elastic.members import Group, Members
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -69,7 +71,7 @@ class Roster:
 
     def start(self, serial: int, group: Group, port: int, in_place: bool, variables: Mapping[str, str]) -> None:
         """Tell every machine its part in a group, those without one too: they send home who waits there."""
-        address = self._address(group)
+        address = self._address(group, group.machines[0])
         for machine in self.machines.values():
             order = {
                 "do": "start",
@@ -80,6 +82,7 @@ class Roster:
                 "nodes": len(group.machines),
                 "address": address,
                 "port": port,
+                "mine": self._address(group, machine.name),
                 "regroup": in_place,
                 "variables": dict(variables),
             }
@@ -130,13 +133,16 @@ class Roster:
         self.events.say(f"host {_names(machine)} {why}")
         return Loss(tuple(machine.hosts), why)
 
-    def _address(self, group: Group) -> str:
-        """Where rank 0 is reached: on the supervisor's own machine by the address that the others found it at."""
-        first = self.machines[group.machines[0]]
-        if len(group.machines) == 1:
-            return "127.0.0.1"
-        found = [machine.found_at for machine in self.machines.values() if machine.found_at is not None]
-        return first.address or found[0]
+    def _address(self, group: Group, name: str) -> str:
+        """Where the group reaches a machine: the supervisor's own by the address that the others found it at, if they
+        are not on it themselves."""
+        machine = self.machines[name]
+        if len(group.machines) == 1 or (machine.address is None and name not in group.machines):
+            return LOOPBACK
+        if machine.address is not None:
+            return machine.address
+        found = [at for other in group.machines if (at := self.machines[other].found_at) is not None]
+        return next((at for at in found if not at.startswith("127.")), found[0])
 
 
 def _names(machine: Machine) -> str:

@@ -10,7 +10,8 @@ from truestep.errors import UserError
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in its job. `master`: address and port of its store, where the environment does not say."""
+    """This process's place in its job. `master`: address and port of its store, `interface`: of the network to the
+    others, where the environment does not say."""
 
     rank: int
     world: int
@@ -18,6 +19,7 @@ class Place:
     local_world: int
     launcher: str
     master: tuple[str, int] | None = None
+    interface: str | None = None
 
 
 def place(environ: Mapping[str, str]) -> Place | None:
@@ -50,6 +52,8 @@ def rendezvous_variables(environ: MutableMapping[str, str], job: Place) -> None:
     if job.master is not None:
         environ["MASTER_ADDR"], environ["MASTER_PORT"] = job.master[0], str(job.master[1])
         environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store of a torchrun is that of its first group
+    if job.interface is not None:
+        environ["GLOO_SOCKET_IFNAME"] = job.interface
     if "MASTER_ADDR" not in environ:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         if not nodes:

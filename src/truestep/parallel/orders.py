@@ -9,7 +9,8 @@ The answer, when the agent has it, is one line:
 
     {"rank": 1, "world": 3, "local_rank": 1, "local_world": 3, "master_addr": "127.0.0.1", "master_port": 41233}
 
-or {"exit": true}. A connection that closes without a line means the same.
+and "interface", where it is known which one of this machine leads to the group; or {"exit": true}. A connection that
+closes without a line means the same.
 """
 
 import json
@@ -57,4 +58,5 @@ def _place(order: Mapping) -> Place | None:
     if order.get("exit"):
         return None
     numbers = (order[name] for name in ("rank", "world", "local_rank", "local_world"))
-    return Place(*numbers, launcher="truestep", master=(order["master_addr"], order["master_port"]))
+    master = (order["master_addr"], order["master_port"])
+    return Place(*numbers, launcher="truestep", master=master, interface=order.get("interface"))

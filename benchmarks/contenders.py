@@ -26,7 +26,8 @@ from truestep.models.build import build_model, init_weights
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.parallel.job import Job
 from truestep.recipe.batch_schedule import BatchSchedule
-from truestep.recipe.machine import Checkpoint, Machine
+from truestep.recipe.checkpoint import Checkpoint
+from truestep.recipe.machine import Machine
 from truestep.recipe.stage import Optim, Schedule, Stage
 
 SEED, LR, BETAS, EPS, CLIP = 1, 1e-3, (0.9, 0.95), 1e-8, 1.0

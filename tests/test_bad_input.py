@@ -276,7 +276,7 @@ def test_too_little_data_for_whole_epochs(capsys, tmp_path):
         "needs 240 rows", "max_epochs", "train on fewer tokens"
     )
     begun = ("epochs/000001", "commits/fence-000001", "probe/1.json")
-    built = (*(f"small/checkpoints/base/{name}" for name in begun), *STORE)
+    built = ("small/log/ranks/0001", *(f"small/checkpoints/base/{name}" for name in begun), *STORE)
     holds_only(tmp_path / "runs", [*BEGUN, *TOKENIZER, *built])
 
 

@@ -106,7 +106,13 @@ def test_full_disk_for_checkpoints(capsys, tmp_path):
         steps = sound_checkpoints(saved / "small" / "base")
         assert steps == [5] and len(alarms) == 4 and all("no space is left" in alarm for alarm in alarms)
         saves = [record.data for record in read(run_dir) if record.kind == "save"]
-        assert [(save.step, save.ok) for save in saves] == [(5, True), (10, False), (15, False), (20, False), (20, False)]
+        assert [(save.step, save.ok) for save in saves] == [
+            (5, True),
+            (10, False),
+            (15, False),
+            (20, False),
+            (20, False),
+        ]
         assert not (run_dir / "models").exists()
         resized(saved, "8m")
         ended = truestep(capsys, "run", file)

@@ -54,4 +54,6 @@ def test_every_microbatch_of_every_step_goes_to_one_rank(replicas, shards, count
 def test_the_last_to_end_ends_no_later_than_with_equal_shares(pace_s):
     shares = Shares(2, 1, lambda step: 16)
     shares.deal(0, pace_s)
-    assert shares.even == (pace_s == [1.0, 1.0]) and max(pace * shares.active(0, rank) for rank, pace in enumerate(pace_s)) <= 8 * max(pace_s)
+    assert shares.even == (pace_s == [1.0, 1.0]) and max(
+        pace * shares.active(0, rank) for rank, pace in enumerate(pace_s)
+    ) <= 8 * max(pace_s)

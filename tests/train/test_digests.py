@@ -1,4 +1,4 @@
-"""Digests of gradient and state: the same text on any mesh that computes the same bits, in the log and in checkpoints."""
+"""Digests of gradient and state: the same text on any mesh that computes the same bits, in log and checkpoints."""
 
 import pytest
 

@@ -53,7 +53,7 @@ class Stop:
 
 @dataclass
 class Supervisor:
-    """`variables` are added to every worker's environment; `regroup`: survivors of a failure may stay for a new group."""
+    """`variables` are added to every worker's environment; `regroup`: survivors of a failure may stay for a new one."""
 
     events: Events
     members: Members

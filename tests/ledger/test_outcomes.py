@@ -130,3 +130,12 @@ def test_a_flip_sits_on_a_host(run):
     assert found.located is True  # ranks may have been numbered anew
     (found,) = judged(run, Injection(fault("flip", site="state", rank=0), at_s, 7))
     assert found.located is False  # rank 0 was on host a
+
+
+def test_a_run_that_had_no_more_to_do_recovered(run):
+    at_s = run.clock.now_s
+    run.say("fault", kind="save", text="no space is left", step=6)
+    run.clock.wait(2.0)
+    run.end("finished")
+    (found,) = judged(run, Injection(fault("fill", seconds="1s"), at_s, 7))
+    assert found.verdict == "as expected" and found.recovered_s == pytest.approx(2.0)

@@ -52,7 +52,7 @@ class Noticed:
 @dataclass(frozen=True)
 class Outcome:
     """`located`: True the right one, False another one, None nobody was named. `recovered_s`: seconds from the fault to
-    the first step that was done after it was noticed."""
+    the first step that was done after it was noticed, or to the end of a run that had no more to do."""
 
     injection: Injection
     expected: Expect
@@ -81,6 +81,12 @@ class Outcome:
         return "as expected" if self.recovered_s is not None else "not recovered"
 
 
+def _goes_on(event: object, step: int) -> bool:
+    if isinstance(event, log.AttemptEnd):
+        return event.reason in ("finished", "gate")
+    return isinstance(event, log.Step) and event.step >= step and not event.skipped
+
+
 def outcomes(injections: Sequence[Injection], records: Sequence[Record], hang_s: float) -> list[Outcome]:
     """One for each injection, in the order given. Each notice counts for one injection."""
     found = incidents(records)
@@ -94,8 +100,8 @@ def outcomes(injections: Sequence[Injection], records: Sequence[Record], hang_s:
             results.append(Outcome(injection, injection.fault.expected(hang_s)))
             continue
         since_s = max(injection.at_s, seen.at_s if seen is not None else 0.0)
-        steps = (r for r in records if isinstance(r.data, log.Step) and r.time_s > since_s)
-        back_s = next((r.time_s for r in steps if r.data.step >= injection.step and not r.data.skipped), None)
+        later = (r for r in records if r.time_s > since_s)
+        back_s = next((r.time_s for r in later if _goes_on(r.data, injection.step)), None)
         until_s = float("inf") if back_s is None else back_s
         about = [] if seen is None else [d for d in found.decisions if since_s - EARLY_S <= d.time_s <= until_s]
         results.append(

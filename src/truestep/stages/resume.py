@@ -99,7 +99,9 @@ def resume(context: Context, stage: Stage, state: TrainState, loader: Loader, ch
 
 
 def bits_now(context: Context) -> dict[str, Any]:
-    """What the last bits of a result depend on: fields of the recipe, the mesh's size, versions and hardware."""
-    threads, chip = torch.get_num_threads(), hardware(context.job.device)
-    here = {"processes": context.job.world, "threads": threads, "hardware": chip}
+    """What the last bits of a result depend on: fields of the recipe, versions, hardware, and the number of processes
+    unless sums are exact."""
+    recipe, here = context.recipe, {"threads": torch.get_num_threads(), "hardware": hardware(context.job.device)}
+    if recipe.numerics.reduction == "fast" or recipe.machine.mesh.ep != 1:
+        here["processes"] = context.job.world
     return bits_fields(context.recipe) | here | {f"version of {name}": v for name, v in versions().items()}

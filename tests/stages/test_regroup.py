@@ -29,10 +29,10 @@ def undisturbed(tmp_path_factory):
 KILLS = {
     "rank 0 in backward": Kill(0, "backward", 4 * 6 + 1),
     "rank 1 in a save": Kill(1, "report sent", 2),
-    "rank 2 in the last save": Kill(2, "part assigned", 3),
     "rank 0 in an evaluation": Kill(0, "evaluate", 2),
 }
 MORE_KILLS = {
+    "rank 2 in the last save": Kill(2, "part assigned", 3),
     "rank 1 in forward": Kill(1, "forward", 4 * 7 + 2),
     "rank 0 in forward": Kill(0, "forward", 4 * 7 + 2),
     "rank 2 in backward": Kill(2, "backward", 4 * 6 + 1),
@@ -69,6 +69,19 @@ def test_survivors_regroup_and_end_with_the_same_weights(name, undisturbed, tmp_
 @pytest.mark.parametrize("name", MORE_KILLS)
 def test_survivors_of_other_kills_do_so_too(name, undisturbed, tmp_path):
     regroups(name, MORE_KILLS[name], undisturbed, tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_waits_for_a_commit_and_not_in_a_collective_hears_of_it_too(victim, undisturbed, tmp_path):
+    """Without a last evaluation the survivors of a kill in the last save have nothing to do but to wait for it."""
+    folder, weights = undisturbed
+    body = exact(folder, f"waits-{victim}")
+    body["stages"][0] = body["stages"][0] | {"gate": {"kind": "none", "reason": "a trial"}}
+    del body["stages"][0]["evaluate"], body["data"]["heldout"]
+    agent = Agent(tmp_path, body, 3)
+    agent.run(Kill(victim, "part assigned", 3))
+    run_dir = folder / "runs" / body["run"]["name"]
+    assert worlds(run_dir) == [3, 2] and manifest(run_dir)["weights"] == weights
 
 
 def test_new_processes_join_those_that_were_there_before_and_nothing_is_left_behind(undisturbed, tmp_path):

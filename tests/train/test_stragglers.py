@@ -1,5 +1,7 @@
 """Slow ranks: who is named by which times, and what a run does about one, on real ranks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
@@ -10,6 +12,7 @@ from tests import small_run, tiny
 from tests.dist import run_job, run_ranks
 from tests.stages.test_run import manifest
 from tests.train.test_exact_step import _alone
+from truestep.checkpoint import control
 from truestep.data.shares import Shares
 from truestep.errors import Again
 from truestep.models.decoder import Decoder
@@ -21,7 +24,8 @@ from truestep.recipe.numerics import Numerics
 from truestep.runlog.log import read
 from truestep.stages.run import carry_out
 from truestep.train import pace
-from truestep.train.step import train_step
+from truestep.train.state import TrainState
+from truestep.train.step import stream, train_step
 from truestep.train.stragglers import Stragglers
 
 
@@ -72,6 +76,24 @@ def test_it_is_no_longer_named_once_it_is_quick_again():
 # Real ranks
 
 
+@contextmanager
+def _watched(training: TrainState) -> Iterator[list[int]]:
+    """The seeds of torch's generator for the microbatches that are really computed."""
+    seeds: list[int] = []
+    real = training.parallel.run
+
+    def run(batches, loss_of, factor, begin):
+        def beginning(index: int) -> None:
+            begin(index)
+            seeds.append(torch.initial_seed())
+
+        return real(batches, loss_of, factor, beginning)
+
+    training.parallel.run = run
+    yield seeds
+    training.parallel.run = real
+
+
 def _uneven(rank: int, world: int, mesh: dict, pace_s: list[float]) -> tuple:
     """As tests.train.test_exact_step, with microbatches dealt out by the pace of replicas from the second step on."""
     with torch.device("meta"):
@@ -92,7 +114,12 @@ def _uneven(rank: int, world: int, mesh: dict, pace_s: list[float]) -> tuple:
         whole = tiny.cut(batch, size)
         mine = [whole[number] for number in training.shares.mine(step, groups.data_rank)]
         mine += [tiny.padding(whole[0])] * (training.shares.rounds(step) - len(mine))
-        result = train_step(training, mine, batch.num_targets, [])
+        with _watched(training) as seeds:
+            result = train_step(training, mine, batch.num_targets, [])
+        dealt = [training.shares.number(index, groups.data_rank) for index in range(len(seeds))]
+        assert len(seeds) % training.shares.active(step, groups.data_rank) == 0  # a step may be computed again
+        once = seeds[: training.shares.active(step, groups.data_rank)]
+        assert once == [stream(training.seed, step, number) for number in dealt[: len(once)]]
         found.append((result.loss, result.grad_norm, result.metrics["nll"], result.clip))
         assert len(result.shards) == training.shares.rounds(step)
     return found, state_digest(training.parallel.pieces())
@@ -110,6 +137,8 @@ def _slowed(rank: int, world: int, body: dict, victim: int) -> str:
     """A whole run in which one rank's blocks take five times as long as those of others: by a clock of their own, which
     goes on by 1 or 5 seconds with every look, so that whatever else this machine does plays no part."""
     pace.EVERY = 2
+    if rank:  # hears late that the last checkpoint is there, when rank 0 is about to leave
+        control.SHORTEST_WAIT_S = control.LONGEST_WAIT_S = 0.4
     looks = count(step=5 if rank == victim else 1)
     pace.BlockTimer._now = lambda timer: next(looks)
     try:

@@ -73,7 +73,7 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     divisor = job.all_sum([sum(weights)])[0] if state.own_weight else num_targets
 
     def begin_number(number: int) -> None:
-        torch.manual_seed(stream(state.seed, state.step, number))
+        seed_(stream(state.seed, state.step, number), parallel.device)
         if parallel.draws is not None:
             parallel.draws.begin(state.step, number)
 
@@ -113,6 +113,14 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     if has_routers(state):
         metrics |= end_routing(state, update=taken)
     return StepResult(loss, norm, clip, num_targets, judgement, found.shards, metrics, agreed, found.troubles)
+
+
+def seed_(seed: int, device: torch.device) -> None:
+    """Set torch's generators of the CPU and of the device. `torch.manual_seed` also formats the stack for every
+    kind of device that is not in use: about 70 µs a microbatch instead of 1."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def stream(seed: int, step: int, microbatch: int) -> int:

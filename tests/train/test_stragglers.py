@@ -116,10 +116,10 @@ def _uneven(rank: int, world: int, mesh: dict, pace_s: list[float]) -> tuple:
         mine += [tiny.padding(whole[0])] * (training.shares.rounds(step) - len(mine))
         with _watched(training) as seeds:
             result = train_step(training, mine, batch.num_targets, [])
-        dealt = [training.shares.number(index, groups.data_rank) for index in range(len(seeds))]
-        assert len(seeds) % training.shares.active(step, groups.data_rank) == 0  # a step may be computed again
-        once = seeds[: training.shares.active(step, groups.data_rank)]
-        assert once == [stream(training.seed, step, number) for number in dealt[: len(once)]]
+        active = training.shares.active(step, groups.data_rank)
+        assert len(seeds) == active * (1 + len(result.troubles))  # a step may be computed again
+        dealt = [training.shares.number(index, groups.data_rank) for index in range(active)]
+        assert seeds[:active] == [stream(training.seed, step, number) for number in dealt]
         found.append((result.loss, result.grad_norm, result.metrics["nll"], result.clip))
         assert len(result.shards) == training.shares.rounds(step)
     return found, state_digest(training.parallel.pieces())

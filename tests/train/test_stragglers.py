@@ -116,7 +116,7 @@ def _uneven(rank: int, world: int, mesh: dict, pace_s: list[float]) -> tuple:
         mine += [tiny.padding(whole[0])] * (training.shares.rounds(step) - len(mine))
         with _watched(training) as seeds:
             result = train_step(training, mine, batch.num_targets, [])
-        active = training.shares.active(step, groups.data_rank)
+        active = len(mine) if step == 0 else training.shares.active(step, groups.data_rank)
         assert len(seeds) == active * (1 + len(result.troubles))  # a step may be computed again
         dealt = [training.shares.number(index, groups.data_rank) for index in range(active)]
         assert seeds[:active] == [stream(training.seed, step, number) for number in dealt]

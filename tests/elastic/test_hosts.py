@@ -6,6 +6,7 @@ SHORT_GRACE_S more the rest of the group is free for the next one.
 """
 
 import json
+import re
 import secrets
 import subprocess
 import time
@@ -140,6 +141,11 @@ def until(what: Callable[[], Any], *running: Started) -> Any:
     raise AssertionError("it did not come about: " + "\n".join(each.said for each in running))
 
 
+def lost(run: Started) -> bool:
+    """Whether the supervisor has lost host b, and waits for another."""
+    return re.search(r"host b .*; fewer than 2 processes can go on; waiting for hosts to join", run.said) is not None
+
+
 def end(started: Started) -> str:
     """Wait for it to end well; what it said."""
     code, _ = finish(started.process)
@@ -251,12 +257,28 @@ def test_a_machine_joins_again_once_the_partition_is_healed(lan, tmp_path, refer
     scene.until_trained(["a", "b"], run, node)
     lan["b"].pull()
     cut_s = time.time()
-    until(lambda: "waiting for hosts to join" in run.said, run, node)
+    until(lambda: lost(run), run, node)
     lan["b"].plug()
     end(run)
     assert "trying to join again" in end(node)
     assert_lost_in_time(scene, "b", cut_s)
     assert scene.groups() == [["a", "b"], ["a", "b"]]
+    check(scene, reference)
+
+
+@pytest.mark.slow
+def test_a_silence_shorter_than_the_heartbeat_allows_is_borne(lan, tmp_path, reference):
+    scene = Scene(tmp_path, lan, "blinked", SHORT_STEPS)
+    node = scene.join("b", "a")
+    run = scene.supervise("a", 2, 2)
+    scene.until_trained(["a", "b"], run, node)
+    lan["b"].pull()
+    assert not lan["a"].hears(lan["b"])
+    lan["b"].plug()
+    end(run)
+    end(node)
+    assert scene.groups() == [["a", "b"]]
+    assert records(scene.run_dir, "fault") == []
     check(scene, reference)
 
 
@@ -270,8 +292,9 @@ def test_a_loss_in_one_direction_is_a_partition(lan, tmp_path, reference, deaf, 
     scene.until_trained(["a", "b"], run, node)
     lan[dumb].lose(lan[deaf])
     cut_s = time.time()
-    until(lambda: "workers were ended" in node.said and "waiting for hosts to join" in run.said, run, node)
-    assert scene.workers("a") == scene.workers("b") == []
+    until(lambda: "workers were ended" in node.said and lost(run), run, node)
+    assert scene.workers("b") == []
+    until(lambda: not scene.workers("a"), run, node)
     lan[dumb].find(lan[deaf])
     end(run)
     end(node)

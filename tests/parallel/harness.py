@@ -4,7 +4,6 @@ Ranks train with the real state and the real step. Their gradients come home who
 which is computed here, in the parent, where no rank's code was ever changed.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,10 +19,9 @@ from tests.parallel import oracle
 from tests.parallel.compositions import Composition
 from tests.parallel.mutations import mutated
 from tests.pool import Pool
-from truestep.checkpoint import control as checkpoint_control
 from truestep.checkpoint.catalogue import begin_epoch, newest
 from truestep.checkpoint.checkpointer import Checkpointer
-from truestep.checkpoint.control import Group
+from truestep.checkpoint.control import Group, begin_job
 from truestep.checkpoint.load import load
 from truestep.data.loader import padding
 from truestep.models.build import init_weights
@@ -197,7 +195,7 @@ def ranks_load(rank: int, world: int, one: Composition, folder: str, mutation: s
 
 def start(rank: int, world: int, one: Composition, own: bool = True) -> TrainState:
     """The state at step 0; with the composition's own weights, or with the first weights of a run."""
-    checkpoint_control._GROUPS = itertools.count()  # a rank of the pool has been in other worlds than its peers
+    begin_job()  # a rank of the pool has been in other worlds than its peers
     control = dist.new_group(backend="gloo") if world > 1 else None
     job = Job(rank, world, rank, world, torch.device("cpu"), "test", control, None)
     stage = Stage(

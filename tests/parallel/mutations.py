@@ -120,13 +120,13 @@ def _tie_never(_: Any) -> Any:
 
 def _divided_by_microbatches(run: Any) -> Any:
     """Gradients of a pipeline are divided by the number of microbatches, as torch's schedules do by default (C15)."""
-    return lambda self, batches, heads, factor, begin: run(self, batches, heads, factor / len(batches), begin)
+    return lambda self, batches, heads, factor, *more: run(self, batches, heads, factor / len(batches), *more)
 
 
 def _mean_of_means(run: Any) -> Any:
     """Each microbatch counts as much as any other, however many targets it has."""
 
-    def averaged(self: Any, batches: Any, heads: Any, factor: float, begin: Any) -> Any:
+    def averaged(self: Any, batches: Any, heads: Any, *more: Any) -> Any:
         counts = [batch.num_targets for batch in batches]
         each = sum(counts) / sum(count > 0 for count in counts)
 
@@ -137,7 +137,7 @@ def _mean_of_means(run: Any) -> Any:
 
             return scaled
 
-        return run(self, batches, [weighed(*pair) for pair in zip(heads, counts)], factor, begin)
+        return run(self, batches, [weighed(*pair) for pair in zip(heads, counts)], *more)
 
     return averaged
 

@@ -40,11 +40,12 @@ def test_nobody_where_two_are_behind_or_none_or_only_messages_between_two_differ
 
 @pytest.fixture
 def sleeper():
+    before = signal.signal(stacks.SIGNAL, signal.SIG_IGN)  # handed on by the fork: the child may be asked at once
     pid = os.fork()
     if pid == 0:
-        signal.signal(stacks.SIGNAL, signal.SIG_IGN)
         signal.pause()
         os._exit(0)
+    signal.signal(stacks.SIGNAL, before)
     yield pid
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

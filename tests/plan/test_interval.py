@@ -144,7 +144,11 @@ def test_what_the_log_teaches(tmp_path, monkeypatch):
     run.stage(start_step=14)
     run.steps(15, 16)
     run.end("again")
+    run.begin(startup_s=3.0)
     assert Interval.of(read(tmp_path), devices=2).rate.failures == 3
+    run.stage(start_step=14)
+    run.steps(15, 16)
+    assert Interval.of(read(tmp_path), devices=2).rate.failures == 3  # the next stage asks in the same attempt
 
 
 def test_dalys_formula_by_hand():

@@ -77,15 +77,15 @@ class Interval:
 
     @classmethod
     def of(cls, records: Iterable[Record], devices: int, clock: Callable[[], float] = time.monotonic) -> "Interval":
-        """What the run's log tells so far: up-time and failures of attempts that trained, and what saves cost. A step
-        number that comes again within an attempt was a failure too: the run rolled back in place."""
+        """What the run's log tells so far: up-time and failures of attempts that trained, and what saves cost. The last
+        attempt in it goes on, so that it has no end is no failure. A step number that comes again within an attempt was
+        a failure too: the run rolled back in place."""
         found, past = cls(devices, clock=clock), _Past()
         for record in records:
             if past.take(record):
                 found.rate.failures += 1
             if isinstance(record.data, Save) and record.data.ok and record.data.total_s is not None:
                 found.saved(record.data.stall_s, record.data.total_s)
-        found.rate.failures += past.failed()
         found.rate.device_s = past.device_s + past.up()
         return found
 

@@ -106,11 +106,11 @@ def flipped_checkpoint() -> None:
     good = torch.zeros(entry.shape)
     load(store, newest, {name: good}, strict=False)
 
-    dcp.save({"weight": good}, checkpoint_id=folder / "theirs")
+    dcp.save({"weight": good}, checkpoint_id=folder / "theirs", no_dist=True)
     file = next((folder / "theirs").glob("*.distcp"))
     flip(file, file.read_bytes().index(good.numpy().tobytes()))
     target = torch.zeros_like(good)
-    dcp.load({"weight": target}, checkpoint_id=folder / "theirs")
+    dcp.load({"weight": target}, checkpoint_id=folder / "theirs", no_dist=True)
     wrong = (target != good).nonzero()[0].tolist()
     was, now = good[tuple(wrong)].item(), target[tuple(wrong)].item()
     loaded = "[bold red]loaded without a word[/bold red]"

@@ -56,7 +56,7 @@ def test_status(tmp_path, clock):
     text = said(tmp_path, clock.now_s)
     assert "quarantined  b\n" in re.sub(" +\n", "\n", text)
     assert re.search(r"goodput +22\.0 %, ETTR 27\.7 %, 2 failures", text)  # 13.5 and 17 of 61.4 s
-    assert "the checkpoint of base, step 30, 1 min 00 s old: load: good" in text
+    assert "the checkpoint of base, step 30, 1 min 00 s old: load, in 4.0 s: good" in text
     assert "1 update left out" in text
     assert (
         "3; the last, 1 min 00 s ago: the state of rank 1 changed between steps; results may be wrong since step 29"
@@ -74,6 +74,28 @@ def test_that_drills_are_off_is_said_everywhere(tmp_path, clock):
     assert card["faults"]["drills"]["state"] == "OFF"
     assert "restores of this run were not tried out" in card_text(card)
     assert "<dt>drills</dt><dd>OFF</dd>" in render(tmp_path)
+
+
+def test_a_checkpoint_counts_as_drilled_once_it_was_restored_and_until_it_is_found_damaged(tmp_path, clock):
+    run = MadeUpRun(tmp_path, clock)
+    run.begin()
+    drill(run, 10, "scrub")
+    assert drilled_step(tmp_path) is None  # all bytes are there, but nothing was restored
+    for step, level in ((10, "load"), (20, "replay"), (30, "scrub")):
+        drill(run, step, level)
+    assert drilled_step(tmp_path) == 20
+    drill(run, 20, "scrub", ok=False)
+    assert drilled_step(tmp_path) == 10
+    run.end(None)
+
+
+def drill(run: MadeUpRun, step: int, level: str, ok: bool = True) -> None:
+    run.say("drill", stage="base", step=step, checkpoint=f"{step}-1", ok=ok, seconds=1.0, level=level)
+
+
+def drilled_step(path) -> int | None:
+    found = incidents(read(path)).drilled
+    return found and found.event.step
 
 
 def test_an_event_that_comes_twice_counts_once(tmp_path, clock):

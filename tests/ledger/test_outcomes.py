@@ -117,9 +117,13 @@ def test_saves_resumes_and_drills_tell_of_disks(run):
     assert full.verdict == "as expected" and full.noticed is not None and "No space left" in full.noticed.says
     corrupted_s = run.clock.now_s
     run.say("drill", stage="base", step=5, checkpoint="5-1", ok=False, seconds=1.0, level="scrub", text="bytes 0 to 9")
+    run.say("fault", kind="checkpoint", text="the checkpoint is not sound: bytes 0 to 9", stage="base", step=5)
     run.steps(9, 9)
-    (corrupt,) = judged(run, Injection(fault("corrupt"), corrupted_s, 8))
+    corrupt, other = judged(
+        run, Injection(fault("corrupt"), corrupted_s, 8), Injection(fault("corrupt"), corrupted_s, 8)
+    )
     assert corrupt.verdict == "as expected" and corrupt.noticed is not None and "bytes 0 to 9" in corrupt.noticed.says
+    assert other.verdict == "not noticed"  # a drill is one notice, though it leaves two records
 
 
 def test_a_flip_sits_on_a_host(run):

@@ -194,11 +194,10 @@ def _tiles(now: Status, ledger: Ledger, whole: Goodput) -> list[tuple[str, str, 
 
 def _safety(now: Status) -> list[tuple[str, str]]:
     """What is known of how safe the run is."""
-    found, drills = now.incidents, "not recorded"
-    if found.drill_every_s is not None:
-        drills = f"every {duration(found.drill_every_s)}" if found.drill_every_s else "OFF"
-    newest = "none" if now.drilled_age_s is None else f"{duration(now.drilled_age_s)} old"
-    facts = [("drills", drills), ("newest drilled checkpoint", newest), ("updates skipped", f"{found.skipped:,}")]
+    found = now.incidents
+    age = NOT_RECORDED if now.drilled_age_s is None else f"{duration(now.drilled_age_s)} old"
+    newest = "none" if found.drilled is None else age
+    facts = [("drills", found.drills), ("newest drilled checkpoint", newest), ("updates skipped", f"{found.skipped:,}")]
     if now.goodput is not None:
         facts.insert(0, ("failures", str(now.goodput.failures)))
     return [*facts, ("hosts in quarantine", ", ".join(found.quarantined) or "none")]

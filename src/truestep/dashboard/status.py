@@ -40,7 +40,7 @@ class Status:
 
     state: running, finished, stopped (in order; the same command goes on), failed (it said so, or its process is gone
     without a word), silent (no record for long from a process that cannot be looked at from here).
-    reason: what the last attempt said at its end: finished, stopped, gate or failed.
+    reason: what the last attempt said at its end: finished, stopped, gate, again or failed.
     """
 
     run: str
@@ -168,10 +168,15 @@ def _judge(found: Status, end: AttemptEnd | None, process: Segment, newest: Path
     """Running, or how it ended."""
     if end is not None:
         states: dict[str, State] = {"finished": "finished", "stopped": "stopped", "gate": "stopped"}
-        words = {"finished": "all stages are done", "stopped": "stopped in order", "gate": "a gate did not pass"}
-        words["again"] = "ended because of a fault, to be started again"
+        words = {
+            "finished": "all stages are done",
+            "stopped": "stopped in order",
+            "gate": "a gate did not pass",
+            "again": "ended because of a fault, to be started again",
+            "failed": "the attempt failed",
+        }
         found.state, found.reason = states.get(end.reason, "failed"), end.reason
-        found.says = end.error or words.get(end.reason, "the attempt failed")
+        found.says = end.error or words[end.reason]
         return
     alive = _alive(process, newest)
     patience_s = max([PATIENCE_S, *(10 * step.step_s for step in recent)])

@@ -6,7 +6,6 @@ from truestep.ledger.figure import Figure, missing
 from truestep.ledger.goodput import goodput
 from truestep.ledger.history import History
 from truestep.ledger.incidents import Incidents, incidents
-from truestep.ledger.words import duration
 
 
 def fault_facts(history: History) -> dict[str, Any]:
@@ -31,13 +30,9 @@ def fault_facts(history: History) -> dict[str, Any]:
 
 def _drills(found: Incidents) -> dict[str, Any]:
     method = "newest checkpoint that a drill restored and found equal"
-    if found.drill_every_s is None:
-        state = "not recorded"
+    if found.drilled is None:
+        newest = missing("step", f"{method}; none yet")
     else:
-        state = f"every {duration(found.drill_every_s)}" if found.drill_every_s else "OFF"
-    newest = missing("step", f"{method}; none yet") if found.drilled is None else None
-    if found.drilled is not None:
         drill = found.drilled.event
         newest = Figure(drill.step, "step", f"{method} (stage {drill.stage}, {drill.level})")
-    assert newest is not None
-    return {"state": state, "newest": newest.to_json()}
+    return {"state": found.drills, "newest": newest.to_json()}

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from truestep.ledger.figure import NOT_RECORDED
 from truestep.ledger.timeline import event_time
+from truestep.ledger.words import duration
 from truestep.runlog.records import AttemptStart, Decision, Drill, Fault, Member, Record, Sections, Skip, Step
 
 Event = Fault | Decision | Member | Drill | Skip
@@ -23,15 +25,21 @@ class Incident(Generic[E]):
 @dataclass
 class Incidents:
     """`quarantined`: hosts that the run does without now. `drill_every_s`: None where the log does not say. `skipped`:
-    updates that were not applied, in all attempts. `slow`: the latest figures of ranks that lag, of the last sections
-    that were recorded."""
+    updates that were not applied, in all attempts."""
 
     events: list[Incident[Event]] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     drill_every_s: float | None = None
-    drilled: Incident[Drill] | None = None  # the newest drill that went well
+    drilled: Incident[Drill] | None = None  # the newest restore that went well, of a checkpoint not found damaged since
     skipped: int = 0
     sections: dict[str, Sections] = field(default_factory=dict)  # newest of each stage
+
+    @property
+    def drills(self) -> str:
+        """How often restores are tried out, in words."""
+        if self.drill_every_s is None:
+            return NOT_RECORDED
+        return f"every {duration(self.drill_every_s)}" if self.drill_every_s else "OFF"
 
     @property
     def faults(self) -> list[Incident[Fault]]:
@@ -45,6 +53,7 @@ class Incidents:
 def incidents(records: Iterable[Record]) -> Incidents:
     """In the order in which they happened. An event that was brought from outside twice has the same id."""
     found, ids, hosts = Incidents(), set[str](), dict[str, bool]()
+    good: dict[tuple[str, str], Incident[Drill]] = {}
     for record in records:
         data = record.data
         if isinstance(data, Fault | Decision | Member | Drill | Skip):
@@ -66,8 +75,11 @@ def incidents(records: Iterable[Record]) -> Incidents:
             hosts[event.host] = event.event == "quarantined"
         elif isinstance(event, Decision) and event.action == "quarantine" and event.host:
             hosts[event.host] = True
-        elif isinstance(event, Drill) and event.ok:
-            found.drilled = Incident(one.time_s, one.attempt, event)
+        elif isinstance(event, Drill) and not event.ok:
+            good.pop((event.stage, event.checkpoint), None)
+        elif isinstance(event, Drill) and event.level != "scrub":
+            good[event.stage, event.checkpoint] = Incident(one.time_s, one.attempt, event)
+    found.drilled = next(reversed(good.values()), None)
     found.quarantined = [host for host, out in hosts.items() if out]
     return found
 
@@ -95,14 +107,15 @@ def words(event: Event) -> str:
         back = "" if event.to_step is None else f" to step {event.to_step:,}"
         out = "" if not event.left_out else f", rows {event.left_out[0]:,} to {event.left_out[1] - 1:,} left out"
         world = "" if event.world is None else f", {_processes(event.world)} from here on"
-        return f"{event.action}{back}{out}{world}: {event.reason}"
+        after = "" if event.seconds is None else f", after {duration(event.seconds)}"
+        return f"{event.action}{back}{out}{world}{after}: {event.reason}"
     if isinstance(event, Member):
         processes = "" if event.processes is None else f" with {_processes(event.processes)}"
         return event.event + processes
     if isinstance(event, Drill):
         how = f"{event.level} on {_processes(event.world)}" if event.world else event.level
         steps = f", {event.steps} steps repeated" if event.steps else ""
-        return f"{how}{steps}: {'good' if event.ok else event.text}"
+        return f"{how}{steps}, in {duration(event.seconds)}: {'good' if event.ok else event.text}"
     return f"update left out: {event.reason}"
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from truestep.ledger.incidents import Incident, incidents, where, words
-from truestep.ledger.timeline import event_time
 from truestep.recipe.chaos import Expect, Fault
 from truestep.runlog import records as log
 from truestep.runlog.records import Record
@@ -140,7 +139,7 @@ def _assigned(
 
 
 def _notices(faults: Sequence[Incident[log.Fault]], records: Sequence[Record]) -> Iterator[tuple[str, Noticed]]:
-    """(kind of fault record, or "ended" for an attempt's end; what it says)."""
+    """(kind of fault record, or "ended" for an attempt's end; what it says). A drill that fails leaves a fault."""
     for one in faults:
         event = one.event
         place = where(event)
@@ -152,9 +151,6 @@ def _notices(faults: Sequence[Incident[log.Fault]], records: Sequence[Record]) -
             yield "save", Noticed(record.time_s, f"saving step {data.step} failed: {data.error}")
         elif isinstance(data, log.Resume) and data.fell_back:
             yield "checkpoint", Noticed(record.time_s, f"resumed from step {data.step}: {'; '.join(data.fell_back)}")
-        elif isinstance(data, log.Drill) and not data.ok:
-            at_s = event_time(record)
-            yield "checkpoint", Noticed(at_s, f"the drill of step {data.step} failed: {data.text}")
         elif isinstance(data, log.AttemptEnd) and data.reason in ("failed", "again"):
             yield "ended", Noticed(record.time_s, f"the attempt ended: {data.error or data.reason}")
 

@@ -17,12 +17,23 @@ from typing import NamedTuple
 
 from truestep.ledger.history import Attempt, History
 from truestep.ledger.ledger import DATA_WAIT, EVALUATION, OTHER, PRODUCTIVE, RESTART, REWORK, STALL, STARTUP
-from truestep.runlog.records import AttemptEnd, Decision, Drill, Eval, Fault, Member, Phase, Record, Save, Step
+from truestep.runlog.records import (
+    IN_ORDER,
+    AttemptEnd,
+    Decision,
+    Drill,
+    Eval,
+    Fault,
+    Member,
+    Phase,
+    Record,
+    Save,
+    Step,
+)
 
 DETECTION, IDLE = "detection", "idle"
 _RECENT = 4096  # gaps that are looked at for time that a later record tells of
 KINDS = (PRODUCTIVE, DATA_WAIT, REWORK, STALL, EVALUATION, STARTUP, DETECTION, RESTART, IDLE, OTHER)
-IN_ORDER = ("finished", "stopped", "gate")
 
 
 class Piece(NamedTuple):

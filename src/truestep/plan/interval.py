@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from statistics import median
 
-from truestep.runlog.records import AttemptEnd, AttemptStart, Record, Save, Segment, Step
+from truestep.runlog.records import IN_ORDER, AttemptEnd, AttemptStart, Record, Save, Segment, Step
 
 PRIOR_DEVICE_S = 54 * 86400 * 16384 / 419
 """Device-seconds between failures before a run has shown its own (5.8 years): 419 unexpected interruptions in 54 days
@@ -22,7 +22,6 @@ FIRST_S, GUESS_S = 10.0, 0.1
 would have to: it shows what a save costs, and whether the store takes it."""
 LEAST_S, MOST_S = 1.0, 3600.0
 _RECENT = 7  # saves whose median counts
-_IN_ORDER = ("finished", "stopped", "gate")
 
 
 def young(stall_s: float, mtbf_s: float) -> float:
@@ -160,7 +159,7 @@ class _Past:
         elif isinstance(data, AttemptStart):
             self.devices = sum(data.devices.values()) or data.world
         elif isinstance(data, AttemptEnd):
-            self.in_order = data.reason in _IN_ORDER
+            self.in_order = data.reason in IN_ORDER
         elif isinstance(data, Step):
             stage, step = self.reached
             failed = data.stage == stage and data.step <= step

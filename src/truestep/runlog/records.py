@@ -187,9 +187,7 @@ class Fault:
 class Decision:
     """What was done about a fault, or about hosts that come and go."""
 
-    action: Literal[
-        "skip", "roll back", "quarantine", "restart", "regroup", "shrink", "grow", "evict", "rebalance", "stop", "halt"
-    ]
+    action: Literal["roll back", "quarantine", "restart", "regroup", "shrink", "grow", "evict", "rebalance", "stop"]
     reason: str
     stage: str | None = None
     step: int | None = None
@@ -354,6 +352,9 @@ class AttemptEnd:
     reason: Literal["finished", "stopped", "gate", "again", "failed"]
     error: str | None = None
 
+
+IN_ORDER = ("finished", "stopped", "gate")
+"""Reasons of an attempt's end that are no failure."""
 
 KINDS: dict[str, type] = {
     "segment": Segment,

@@ -1,9 +1,11 @@
 """How much of a run's time was progress, and what failures took.
 
   goodput  productive time / all time
-  ETTR     R / (R + U + Q) (effective training time ratio, arXiv 2410.21680): U is what failures and checkpoints take
-           (start-up, restart, detection, rework, checkpoint stalls), Q the queue, which this log sees as a part of
-           restart, and R is all other time of the run; evaluation and waits for data are no loss by that paper's count.
+  ETTR     R / (R + U + Q), the effective training time ratio after arXiv 2410.21680. U is what failures and checkpoints
+           take (start-up, restart, detection, rework, checkpoint stalls), Q the queue, which this log sees as a part of
+           restart, and R is all other time of the run, so evaluation and waits for data are no loss. The equation is
+           from memory, and what belongs to each letter is chosen here, not read in the paper. It counts the losses of
+           the estimate that others quote from it, (1 - N r (u + t/2)) / (1 + w/t): restarts u, rework t/2, writes w.
 Time in which nobody wanted the run to go on (after a polite stop) is in neither.
 
   ideal    goodput of the same work with the same failures, detection and restarts, had every save been made at the best
@@ -54,7 +56,7 @@ def goodput(history: History) -> Goodput:
         failures=found.failures,
         goodput=_share(micros[PRODUCTIVE], wanted, "productive time / all time in which the run was wanted"),
         ettr=_share(
-            wanted - lost, wanted, "R/(R+U+Q) (arXiv 2410.21680); U: start-up, restart, detection, rework, stalls"
+            wanted - lost, wanted, "R/(R+U+Q) after arXiv 2410.21680; U: start-up, restart, detection, rework, stalls"
         ),
         ideal=_ideal(found, [r.data for r in history.records if isinstance(r.data, Save) and r.data.ok]),
     )
@@ -68,11 +70,10 @@ def _ideal(found: Timeline, saves: list[Save]) -> Figure:
     method = "the same work and failures with saves at the best interval (Young 1974)"
     micros = found.micros()
     trained_s = (micros[PRODUCTIVE] + micros[DATA_WAIT] + micros[EVALUATION]) / 1e6
-    if not saves or not trained_s:
-        return missing("1", f"{method}; no save or no step yet")
-    stall_s = sum(save.stall_s for save in saves) / len(saves)
-    totals_s = [save.total_s for save in saves if save.total_s is not None]
-    total_s = sum(totals_s) / len(totals_s) if totals_s else stall_s
+    costs_s = [(save.stall_s, save.total_s) for save in saves if save.total_s is not None]
+    if not costs_s or not trained_s:
+        return missing("1", f"{method}; no save whose time is known, or no step yet")
+    stall_s, total_s = (sum(each) / len(costs_s) for each in zip(*costs_s))
     rest_s = sum(us for kind, us in micros.items() if kind not in (IDLE, STALL, REWORK)) / 1e6
     best_s, lost_s = ideal_interval(found.failures, trained_s, stall_s, total_s)
     about = "no failure" if best_s is None else f"{found.failures} failures, a save each {best_s:.3g} s"

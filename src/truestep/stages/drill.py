@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from truestep.checkpoint.catalogue import list_committed, read_manifest
 from truestep.checkpoint.marks import being_deleted, mark, quarantined
@@ -49,9 +49,6 @@ class Tried:
     code: int = 0
     sentence: str = ""
     steps: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 Try = Callable[[Trial], Tried]

@@ -10,7 +10,7 @@ from truestep.errors import UserError
 from truestep.recipe.degrees import Degrees
 from truestep.runlog.log import read
 from truestep.runlog.metrics import read_metrics
-from truestep.runlog.records import AttemptStart, Decision, Digest, Record, Resume, StageStart, Step
+from truestep.runlog.records import AttemptStart, Decision, Digest, Record, StageStart, Step
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _collect(records: Iterable[Record], stage: str) -> Recorded:
         data = record.data
         if isinstance(data, AttemptStart):
             world, bits = data.world, data.bits
-        if not isinstance(data, StageStart | Step | Digest | Resume | Decision) or data.stage not in (stage, None):
+        if not isinstance(data, StageStart | Step | Digest | Decision) or data.stage not in (stage, None):
             continue
         if isinstance(data, StageStart):
             attempt = Attempt(record.attempt, _mesh(data, world), data.precision or "float32", bits)
@@ -100,7 +100,7 @@ def _collect(records: Iterable[Record], stage: str) -> Recorded:
     return found
 
 
-def _take(found: Recorded, data: Step | Digest | Resume | Decision) -> None:
+def _take(found: Recorded, data: Step | Digest | Decision) -> None:
     if isinstance(data, Step):
         found.back_to(data.step - 1)
         found.steps[data.step] = Done(found.attempt, data)

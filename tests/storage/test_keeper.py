@@ -1,5 +1,6 @@
 """The keeper: a store in another process's memory that outlives its clients, asks for a token, and stays bounded."""
 
+import io
 import os
 import signal
 import socket
@@ -75,6 +76,8 @@ def test_noise_on_the_port_is_no_trouble(server, store):
             client.sendall(noise)
     store.put("steps/1/a", b"1")
     assert store.get("steps/1/a") == b"1"
+    with pytest.raises(ValueError, match="a header that is a list"):
+        receive(io.BytesIO(b"\x00\x00\x00\x02[]"))
 
 
 def test_the_two_newest_folders_stay(server, store):

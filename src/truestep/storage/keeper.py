@@ -10,11 +10,11 @@ import json
 import queue
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, Protocol
 
 from truestep.errors import StorageError
-from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, silent
+from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, Store, silent
 
 ADDRESS, TOKEN = "TRUESTEP_KEEPER", "TRUESTEP_KEEPER_TOKEN"
 """Variables of the environment: host:port of this host's keeper, and the secret of all keepers of the run."""
@@ -39,7 +39,10 @@ def receive(source: BinaryIO) -> dict[str, Any]:
     size = struct.unpack(">I", exactly(source, 4))[0]
     if size > LONGEST_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes")
-    return json.loads(exactly(source, size))
+    header = json.loads(exactly(source, size))
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is a {type(header).__name__}")
+    return header
 
 
 def exactly(source: BinaryIO, size: int) -> bytes:
@@ -81,7 +84,7 @@ class _Connection:
         self.socket.close()
 
 
-class KeeperStore:
+class KeeperStore(Store):
     """What a keeper holds under `prefix` (run and stage), as a store. Nothing is contacted before the first use."""
 
     request_bytes = 16 << 20
@@ -91,9 +94,6 @@ class KeeperStore:
         self.address, self.token, self.prefix = address, token, prefix.strip("/")
         self.url, self.event = f"memory://{address}/{self.prefix}", event
         self.idle: queue.LifoQueue[_Connection] = queue.LifoQueue()
-
-    def put(self, key: str, data: Data) -> None:
-        self.put_parts(key, [data], len(data))
 
     def put_parts(self, key: str, parts: Iterable[Data], size: int) -> int:
         written = 0
@@ -114,23 +114,9 @@ class KeeperStore:
     def create(self, key: str, data: Data) -> None:
         self.put(key, data)
 
-    def get(self, key: str) -> bytes:
-        return self.get_range(key, 0, self.head(key).size)
-
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        out = bytearray(stop - start)
-        self.read_into(key, start, memoryview(out))
-        return bytes(out)
-
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        if not len(out):
-            return
-        self._ask("read it", key, {"op": "get", "start": start, "stop": start + len(out)}, into=out)
-
-    def stream(self, key: str) -> Iterator[Data]:
-        size = self.head(key).size
-        for start in range(0, size, self.request_bytes):
-            yield self.get_range(key, start, min(start + self.request_bytes, size))
+        if len(out):
+            self._ask("read it", key, {"op": "get", "start": start, "stop": start + len(out)}, into=out)
 
     def list(self, prefix: str = "") -> list[Entry]:
         answer = self._ask("list it", prefix.strip("/"), {"op": "list"})

@@ -7,15 +7,14 @@ import contextlib
 import errno
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from truestep.errors import StorageError
 from truestep.storage.disk import Disk
-from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, Undurable, silent
+from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, Store, Undurable, silent
 
 TEMPORARY = ".tmp-"
-STREAM_BYTES = 8 << 20
 WRITE_BYTES = 1 << 20  # smaller parts are gathered, so that a thousand small tensors are not a thousand calls
 
 _REASONS = {
@@ -38,7 +37,7 @@ def _said(error: OSError, doing: str, path: Path) -> StorageError:
     return StorageError(f"{path}: cannot {doing}: {reason}")
 
 
-class LocalStore:
+class LocalStore(Store):
     """Objects as files below `root`. `create` and `put` both refuse a name that is taken."""
 
     request_bytes = 2 << 20  # small enough to be hashed while it is still in the processor's cache
@@ -56,9 +55,6 @@ class LocalStore:
         if any(part in ("", ".", "..") for part in parts):
             raise StorageError(f"{self.url}: '{key}' is not a key (an empty part, '.' or '..'); use a/b/c")
         return self.root.joinpath(*parts)
-
-    def put(self, key: str, data: Data) -> None:
-        self.put_parts(key, [data], len(data))
 
     def put_parts(self, key: str, parts: Iterable[Data], size: int) -> int:
         path = self._path(key)
@@ -162,20 +158,8 @@ class LocalStore:
     def create(self, key: str, data: Data) -> None:
         self.put(key, data)
 
-    def get(self, key: str) -> bytes:
-        out = bytearray(self.head(key).size)
-        self._read(self._path(key), 0, memoryview(out))
-        return bytes(out)
-
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        out = bytearray(stop - start)
-        self.read_into(key, start, memoryview(out))
-        return bytes(out)
-
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        self._read(self._path(key), start, out)
-
-    def _read(self, path: Path, start: int, out: memoryview) -> None:
+        path = self._path(key)
         try:
             handle = self.disk.open(path)
             try:
@@ -191,11 +175,6 @@ class LocalStore:
                 self.disk.close(handle)
         except OSError as error:
             raise _said(error, "read it", path) from None
-
-    def stream(self, key: str) -> Iterator[Data]:
-        size = self.head(key).size
-        for start in range(0, size, STREAM_BYTES):
-            yield self.get_range(key, start, min(start + STREAM_BYTES, size))
 
     def list(self, prefix: str = "") -> list[Entry]:
         folder = self._path(prefix.rstrip("/")) if prefix else self.root

@@ -51,7 +51,7 @@ def list_uploads(store: ObjectStore) -> list[Upload]:
     while True:
         root = ElementTree.fromstring(_request(store, access, "GET", "", query))
         for each in root.iterfind("{*}Upload"):
-            began = datetime.datetime.fromisoformat((each.findtext("{*}Initiated") or "").replace("Z", "+00:00"))
+            began = datetime.datetime.fromisoformat(each.findtext("{*}Initiated") or "")
             key = (each.findtext("{*}Key") or "").removeprefix(prefix)
             found.append(Upload(key, each.findtext("{*}UploadId") or "", began.timestamp()))
         if root.findtext("{*}IsTruncated") != "true":

@@ -17,7 +17,7 @@ from obstore.exceptions import (
 from obstore.store import from_url
 
 from truestep.errors import StorageError
-from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, silent
+from truestep.storage.interface import Data, Entry, Event, KeyExists, MissingKey, Store, silent
 
 PART_BYTES = 16 << 20
 MAX_PARTS = 9_000  # S3 takes 10,000 parts an upload
@@ -71,7 +71,7 @@ def _said(error: Exception, url: str, key: str, doing: str) -> StorageError:
 _FAILURES = (BaseError, FileNotFoundError, ValueError, OSError)
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """Objects in a bucket. `put` uploads big objects in parts; `create` is one conditional request."""
 
     request_bytes = 16 << 20
@@ -92,9 +92,6 @@ class ObjectStore:
             raise StorageError(f"{url}: {str(error).splitlines()[0]}; correct storage_options") from None
         except _FAILURES as error:
             raise _said(error, self.url, "", "open it") from None
-
-    def put(self, key: str, data: Data) -> None:
-        self.put_parts(key, [data], len(data))
 
     def put_parts(self, key: str, parts: Iterable[Data], size: int) -> int:
         written = 0
@@ -133,11 +130,6 @@ class ObjectStore:
             return obstore.get(self.backend, key).bytes().to_bytes()
         except _FAILURES as error:
             raise _said(error, self.url, key, "read it") from None
-
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        out = bytearray(stop - start)
-        self.read_into(key, start, memoryview(out))
-        return bytes(out)
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         if not len(out):

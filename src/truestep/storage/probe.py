@@ -14,7 +14,7 @@ import obstore
 from obstore.store import S3Store
 
 from truestep.errors import StorageError
-from truestep.storage.interface import KeyExists, MissingKey, Store
+from truestep.storage.interface import KeyExists, MissingKey, Store, remove
 from truestep.storage.objects import ObjectStore
 
 RECORD = "probe/1.json"
@@ -43,7 +43,7 @@ def probe(store: Store) -> Capabilities:
             checksum_refused=_refuses_wrong_checksum(store, f"{key}-checksum"),
         )
     finally:
-        _remove(store, key)
+        remove(store, key)
     return found
 
 
@@ -76,16 +76,8 @@ def _refuses_wrong_checksum(store: Store, key: str) -> bool | None:
         urllib.request.urlopen(request, timeout=30).close()
     except urllib.error.HTTPError as error:
         return error.code == 400
-    _remove(store, key)
+    remove(store, key)
     return False
-
-
-def _remove(store: Store, key: str) -> None:
-    """Take away an object of the probe; one that is not there is no loss."""
-    try:
-        store.delete(key)
-    except MissingKey:
-        return
 
 
 def capabilities(store: Store) -> Capabilities:

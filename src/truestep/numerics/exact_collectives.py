@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from truestep.numerics.fixed_point import signed
+from truestep.numerics.fixed_point import GOLDEN, signed
 
 
 class Trail:
@@ -143,6 +143,6 @@ def _weighted(x_WN: torch.Tensor, weights: list[int]) -> torch.Tensor:
 
 def _mark(source: int, target: int) -> int:
     """An odd number for messages from `source` to `target` (a step of the generator SplitMix64)."""
-    mixed = ((source << 32) + target + 1) * 0x9E3779B97F4A7C15 % 2**64
+    mixed = ((source << 32) + target + 1) * GOLDEN % 2**64
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     return mixed | 1

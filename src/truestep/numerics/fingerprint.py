@@ -15,13 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from truestep.numerics.fixed_point import signed
+from truestep.numerics.fixed_point import GOLDEN, signed
 from truestep.numerics.pieces import Piece, piece_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16}
 _CHUNK = {"cpu": 2**17, "cuda": 2**24}
 """Words at a time: what stays in cache on a CPU, what bounds the scratch memory on a GPU."""
-_GOLDEN = signed(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
 
 
@@ -107,7 +106,7 @@ def _odd(dim: int, start: int, size: int, device: torch.device) -> torch.Tensor:
     """Weights of the indices [start, start + size) of a dimension: SplitMix64 (Steele, Lea and Flood, 2014), made odd.
     Products and sums of int64 tensors wrap around; the masks make shifts of negative numbers unsigned."""
     index = torch.arange(start, start + size, device=device)
-    mixed = (index + (dim << 48)).mul_(_GOLDEN)
+    mixed = (index + (dim << 48)).mul_(GOLDEN)
     mixed = (mixed ^ (mixed >> 30 & (2**34 - 1))).mul_(_MIX_1)
     mixed = (mixed ^ (mixed >> 27 & (2**37 - 1))).mul_(_MIX_2)
     return (mixed ^ (mixed >> 31 & (2**33 - 1))) | 1

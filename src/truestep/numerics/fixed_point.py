@@ -120,3 +120,7 @@ def _half_exponent(largest: float) -> int:
 def signed(value: int) -> int:
     """`value` modulo 2^64, as the int64 of the same bits: integer tensors wrap around."""
     return (value + 2**63) % 2**64 - 2**63
+
+
+GOLDEN = signed(0x9E3779B97F4A7C15)
+"""2^64 over the golden ratio, and odd: its multiples lie evenly, and are never alike (Steele, Lea and Flood, 2014)."""

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from truestep.numerics.fixed_point import GOLDEN
 from truestep.parallel.job import Job
 
 WORDS = 1 << 15
@@ -20,7 +21,6 @@ WORDS = 1 << 15
 ROUNDS = 3
 SLOW_TIMES, SLOW_S = 10.0, 0.05
 """A link is slow that takes so many times as long as the median one, and so long at least."""
-_WEYL = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64
 
 Strike = Callable[[torch.Tensor], None]
 
@@ -120,4 +120,4 @@ def _sum(job: Job) -> int:
 
 def _words(job: Job, rank: int, turn: int) -> torch.Tensor:
     start = (rank * (ROUNDS + 1) + turn) * WORDS
-    return torch.arange(start, start + WORDS, device=job.device).mul_(_WEYL)
+    return torch.arange(start, start + WORDS, device=job.device).mul_(GOLDEN)

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from truestep.numerics.fingerprint import fingerprint
-from truestep.numerics.fixed_point import signed
-
-_TURN = signed(0x9E3779B97F4A7C15)
+from truestep.numerics.fixed_point import GOLDEN
 
 Parts = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """The parts of a contribution by the name of the parameter, in the same memory."""
@@ -53,7 +51,7 @@ class GradientProbe:
             prints = self.prints.setdefault(self.microbatch or 0, {})
             for name, part in parts():
                 # of several contributions the order counts, so that what is too much in one cannot make up for another
-                prints[name] = prints.get(name, 0) * _TURN + fingerprint(part)
+                prints[name] = prints.get(name, 0) * GOLDEN + fingerprint(part)
 
     def next_microbatch(self) -> None:
         if self._parts:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from truestep.numerics.axis import all_gather, reduce_scatter
 from truestep.numerics.exact_collectives import bit_sum
-from truestep.numerics.fixed_point import signed
+from truestep.numerics.fixed_point import GOLDEN, signed
 
 _SLICE = 1 << 22
 """Columns of a sum that are computed again at a time, which bounds the scratch memory."""
@@ -51,7 +51,7 @@ class _Seen:
         self.count += 1
         sums_W = bit_sum(_words(got_WN))
         sums_W[self.group.rank()] = bit_sum(_words(own_N.reshape(1, -1)))[0]
-        self.got_W += sums_W * signed(0x9E3779B97F4A7C15 * self.count | 1)
+        self.got_W += sums_W * signed(GOLDEN * self.count | 1)
 
 
 class Wire:

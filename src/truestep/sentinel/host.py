@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from truestep.numerics.fixed_point import GOLDEN
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TILE, _DEPTH = 64, 96
 """Sums of 96 products of -1, 0 and 1 stay below 2^8, which bfloat16 counts exactly."""
 _PATTERNS = (0x5555555555555555, -0x5555555555555556, 0, -1)
-_WEYL = -0x61C8864680B583EB  # 2^64 / golden ratio, as int64: no two words of a buffer are alike
 
 Strike = Callable[[str, torch.Tensor], None]
 
@@ -56,9 +57,9 @@ def check_products(device: torch.device, tiles: int, strike: Strike) -> str:
 def check_memory(device: torch.device, num_bytes: int, strike: Strike) -> str:
     """Words that all differ, then patterns and their complements, written, and read again after all were written."""
     words = torch.arange(num_bytes // 8, device=device)
-    words.mul_(_WEYL)
+    words.mul_(GOLDEN)  # odd, so that no two words are alike
     strike("memory", words)
-    again = torch.arange(num_bytes // 8, device=device).mul_(_WEYL)
+    again = torch.arange(num_bytes // 8, device=device).mul_(GOLDEN)
     wrong = int((words != again).sum())
     for pattern in _PATTERNS:
         words.fill_(pattern)

@@ -8,10 +8,10 @@
 A rank is named by its own memory or by a strict majority of bits (sentinel.verdict), never by statistics.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from truestep.numerics.counter import key_of
 from truestep.numerics.fingerprint import fingerprint
 from truestep.parallel.replica import compare, differing
 from truestep.recipe.sentinel import Sentinel
@@ -188,4 +188,4 @@ def sampled(seed: int, what: str, step: int, share: float) -> bool:
 
 def draw(seed: int, what: str, step: int) -> int:
     """A number in [0, 2^64) by counter."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{what}:{step}".encode(), digest_size=8).digest(), "little")
+    return key_of(seed, f"{what}:{step}")

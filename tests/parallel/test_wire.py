@@ -76,6 +76,23 @@ def test_any_bit_of_a_gather_shows(pool, bit):
         assert found.said[2][0] == found.said[2][2] != found.said[2][1]
 
 
+def _changed_for_all(rank, world):
+    """An all-gather that delivers other bits of what rank 2 gave to everybody, itself included."""
+    wire, given = Wire(), torch.arange(4.0)
+    wire.begin(armed=True)
+    wire.strike = lambda x: flip_bit_(x, 8, 30)
+    out = given.new_empty(world * 4)
+    all_gather(out, given, group=dist.group.WORLD)
+    wire.gathered(out, given, dist.group.WORLD)
+    return wire.delivered()
+
+
+def test_who_gave_the_bits_knows_them_where_all_got_others(pool):
+    for (found,) in pool.run(_changed_for_all, 3):
+        assert not found.sound
+        assert found.said[2][0] == found.said[2][1] != found.said[2][2]
+
+
 @pytest.mark.parametrize("kind", ["scatter", "sum"])
 def test_a_sum_that_rounding_does_not_explain(pool, kind):
     for bit in (4, 12, 22, 27, 31):

@@ -26,9 +26,15 @@ from truestep.runlog.records import Fault
 from truestep.sentinel.alarm import Action, Alarm
 from truestep.sentinel.finite import Judgement, Verdict, judge_finite
 
-SIGMA = 1.4826
+_SIGMA = 1.4826
 FLOOR = 0.01
 FEWEST = 8
+
+
+def middle_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and 1.4826 MAD."""
+    middle = median(values)
+    return middle, _SIGMA * median(abs(x - middle) for x in values)
 
 
 class SpikeWatch:
@@ -109,8 +115,8 @@ class SpikeWatch:
         """How far a value lies above the window, in words, if it is a spike."""
         if len(window) < max(FEWEST, self.section.window // 2):
             return ""
-        middle = median(window)
-        spread = SIGMA * max(median(abs(x - middle) for x in window), FLOOR * abs(middle))
+        middle, spread = middle_and_spread(window)
+        spread = max(spread, _SIGMA * FLOOR * abs(middle))
         if value <= middle + self.section.threshold * spread:
             return ""
         far = f"{(value - middle) / spread:.0f} deviations " if spread else ""

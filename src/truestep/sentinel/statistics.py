@@ -173,10 +173,6 @@ class Statistics:
             self._suspects.append(Suspect(rank, place, NUMBERS[kind], float(x_N[found]), float(z_N[found]), limit))
         tail.add(np.minimum(z_N, limit))
 
-    def suspects(self) -> list[Suspect]:
-        """Of the newest step."""
-        return self._suspects
-
     def alarms(self, step: int) -> list[Alarm]:
         """What to say of the newest step, `step` (counted from 1)."""
         if not self._suspects:

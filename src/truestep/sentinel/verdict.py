@@ -5,7 +5,6 @@ that says two things of one computation is wrong by its own evidence, unless all
 that does not repeat itself, which no chip is to blame for.
 """
 
-import struct
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +21,6 @@ class Finding:
     named: bool = False
     right: Any = None
     repeatable: bool = True
-
-
-def bits(value: float) -> int:
-    """The 64 bits of a float: a NaN equals itself and 0.0 differs from -0.0."""
-    return struct.unpack("<Q", struct.pack("<d", value))[0]
-
-
-def same_bits(values: Sequence[float]) -> bool:
-    """Whether computing it again gave the same every time, be it NaN. A repeatable NaN is made by software or data."""
-    return len({bits(value) for value in values}) <= 1
 
 
 def judge(said: Mapping[int, Sequence[Hashable]]) -> Finding:

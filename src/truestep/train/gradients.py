@@ -24,15 +24,14 @@ Run = Callable[[], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 @dataclass(frozen=True)
 class Gradient:
-    """`grads`: what the optimizer takes; `norm`: of the whole gradient, scalar float64. `sums`: loss sums of this
-    rank's microbatches; `shards`: these with their weights and the norms of what they contribute, NaN where that is not
-    known. `total`: sum of all ranks' losses; `metrics`: sums over all ranks, by name; `agreed`: those of the questions.
-    `troubles`: what went wrong with computations of the step, in order, as in parallel.exact.Outcome; all but a last
-    one at which it gave up were made good by computing again."""
+    """`grads`: what the optimizer takes; `norm`: of the whole gradient, scalar float64. `shards`: of this rank's
+    microbatches the loss sums, weights and norms of what they contribute, NaN where that is not known. `total`: sum of
+    all ranks' losses; `metrics`: sums over all ranks, by name; `agreed`: those of the questions. `troubles`: what went
+    wrong with computations of the step, in order, as in parallel.exact.Outcome; all but a last one at which it gave up
+    were made good by computing again."""
 
     grads: list[torch.Tensor]
     norm: torch.Tensor
-    sums: list[float]
     shards: list[tuple[float, float, float]]
     total: float
     metrics: dict[str, float]
@@ -70,7 +69,7 @@ def fast(state: TrainState, run: Run, weights: list[float], questions: Iterable[
     shards = list(zip(losses, weights, _norms(state, len(losses))))
     here = [float(values.sum()) for values in metrics.values()]
     (total, *named), agreed = _agree(state, [sum(losses), *here], shards, questions)
-    return Gradient(grads, norm, losses, shards, total, dict(zip(metrics, named)), agreed)
+    return Gradient(grads, norm, shards, total, dict(zip(metrics, named)), agreed)
 
 
 def exact(state: TrainState, reduction: Exact, run: Run, weights: list[float], questions: Iterable[float]) -> Gradient:
@@ -92,7 +91,7 @@ def exact(state: TrainState, reduction: Exact, run: Run, weights: list[float], q
     shards = list(zip(losses, weights, _norms(state, len(losses))))
     total, *named = outcome.sums
     _, agreed = _agree(state, [], shards, questions)
-    return Gradient(grads, norm, losses, shards, total, dict(zip(metrics, named)), agreed, troubles)
+    return Gradient(grads, norm, shards, total, dict(zip(metrics, named)), agreed, troubles)
 
 
 def _run(

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from truestep.sentinel.spikes import middle_and_spread
+
 SLOW = 1.25
 FAR = 5.0
 FLOOR = 0.02
@@ -79,6 +81,5 @@ class Stragglers:
     def _far(self, own_R: Sequence[float], rank: int) -> bool:
         """Whether the rank lies apart from what is usual among its equals, or in its own past, by their spread."""
         usual = [own_R[other] for other in self._equals(rank)] or list(self._past[rank])
-        middle = median(usual)
-        spread = 1.4826 * median([abs(x - middle) for x in usual])
+        middle, spread = middle_and_spread(usual)
         return own_R[rank] - middle >= FAR * max(spread, FLOOR * middle)

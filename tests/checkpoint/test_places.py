@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.checkpoint.common import assert_same, full_state, one
 from tests.dist import run_ranks
 from truestep.checkpoint import places as places_module
-from truestep.checkpoint.catalogue import begin_epoch, list_committed, newest
+from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed, newest
 from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import load_newest
@@ -138,6 +138,26 @@ def test_a_place_that_fails_is_an_alarm_and_no_failed_save(near, tmp_path):
     assert "no checkpoint can be read from memory: " in alarms[2] and "from disk" in alarms[3] and len(alarms) == 4
 
 
+def test_whatever_fails_in_a_place_is_an_alarm(near, tmp_path, monkeypatch):
+    def fail(key, parts, size):
+        raise RuntimeError
+
+    monkeypatch.setattr(near[1].store, "put_parts", fail)
+    alarms = []
+    _save(Places(LocalStore(tmp_path / "durable"), near[1:], near[1:], alarms.append), [1])
+    assert len(alarms) == 1 and "no copy in disk: RuntimeError" in alarms[0]
+
+
+def test_older_copies_that_cannot_be_removed_are_an_alarm(near, tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(places_module.shutil, "rmtree", refuse)
+    alarms = []
+    _save(Places(LocalStore(tmp_path / "durable"), near[1:], near[1:], alarms.append), [1, 2, 3])
+    assert len(alarms) == 1 and "older copies in disk cannot be removed" in alarms[0]
+
+
 def test_a_place_that_hangs_is_left_behind(near, tmp_path, monkeypatch):
     monkeypatch.setattr(places_module, "PATIENCE_S", 0.2)
     durable, alarms, hold = LocalStore(tmp_path / "durable"), [], threading.Event()
@@ -189,6 +209,13 @@ def test_nearer_places_hold_the_two_newest(near, tmp_path):
         "000000000030-000001",
     ]
     assert len(list_committed(durable)) == 4 and alarms == []
+
+
+def test_the_newest_of_ten_thousand_saves_of_an_attempt(tmp_path):
+    names = [Committed(step, 1).folder(serial).removeprefix("steps/") for step, serial in ((7, 9999), (5, 10_000))]
+    for name in [*names, "latest"]:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in newest_first(tmp_path)] == names[::-1]
 
 
 def test_a_copy_of_another_run_of_the_same_name_is_replaced(near, tmp_path):

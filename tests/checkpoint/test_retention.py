@@ -11,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.checkpoint.small import At, Crash, Unsynced, assert_whole, crash, spoil, tiny_save
 from truestep.checkpoint import upkeep as upkeep_module
-from truestep.checkpoint.catalogue import begin_epoch, list_committed, newest, read_catalogue
+from truestep.checkpoint.catalogue import begin_epoch, commit, list_committed, newest, read_catalogue, read_commit
 from truestep.checkpoint.marks import mark, marks_of, marks_on, pinned, quarantined, standing
 from truestep.checkpoint.retention import Policy, fates, pin, retain
 from truestep.checkpoint.sealed import Committed
 from truestep.checkpoint.upkeep import Upkeep, verify_and_mark
+from truestep.checkpoint.verify import verify
 from truestep.errors import CheckpointError, StorageError
 from truestep.storage.interface import silent
 from truestep.storage.local import LocalStore
@@ -118,6 +119,30 @@ def test_a_damaged_commit_is_left_alone_and_said(store):
     done = retain(store, Policy(1))
     assert [key[8:20].lstrip("0") for key in done.deleted] == ["20"] and "damaged" in done.notes[0]
     assert made[0] in list_committed(store)
+
+
+def test_a_commit_that_names_anothers_folder_deletes_nothing_of_it(store):
+    made = _saves(store, 10, 20, verified=(10, 20))
+    record = read_commit(store, made[1])
+    commit(store, Committed(5, 1), record.manifest, record.sha256)
+    done = retain(store, Policy(1))
+    assert done.deleted == [made[0].key] and "names objects of another save" in done.notes[0]
+    assert verify(store, made[1]) == [] and not standing(marks_on(store, Committed(5, 1))).deleting
+
+
+def test_two_that_delete_the_same(tmp_path):
+    """Between the mark and the look of one, another deletes it all: it is gone on purpose, and not lost."""
+    store, rival = (LocalStore(tmp_path, disk=Unsynced()) for _ in range(2))
+    made = _saves(store, 10, 20, verified=(10, 20))
+    begin_epoch(store)
+    store.event = At(lambda: retain(rival, Policy(1)), "deletion marked")
+    done = retain(store, Policy(1))
+    assert done.deleted == [] and f"{made[0].key}: is gone already" in done.notes[0]
+    assert _steps(store) == [20] and len(_left(store)) == 1
+    assert read_catalogue(store).lost == [] and read_catalogue(store).gone == [made[0]]
+    begin_epoch(store)
+    retain(store, Policy(1))
+    assert made[0] not in marks_of(store)
 
 
 def _retained_with(tmp_path, name, act, k):
@@ -233,19 +258,18 @@ def test_upkeep_verifies_and_retains_beside_the_run(tmp_path):
 def test_upkeep_ends_in_the_middle_of_a_scrub(tmp_path, monkeypatch):
     store = LocalStore(tmp_path, disk=Unsynced())
     (made,) = _saves(store, 10)
-    reading, hold = threading.Event(), threading.Event()
+    reading = threading.Event()
 
     class Slow(upkeep_module.Throttle):
         def __call__(self, num_bytes):
             reading.set()
-            hold.wait(20)
+            assert self.stopped.wait(20)
             super().__call__(num_bytes)
 
     monkeypatch.setattr(upkeep_module, "Throttle", Slow)
     upkeep = Upkeep(store, Policy(1), 1)
     upkeep.after(made.key)
     assert reading.wait(20)
-    threading.Timer(0.1, hold.set).start()
     upkeep.close(0.0)
     assert not upkeep.thread.is_alive() and marks_of(store) == {} and upkeep.finished() == []
 
@@ -330,7 +354,7 @@ class Life(RuleBasedStateMachine):
     def retain_beside_another(self, keep, at, pick, what):
         """The other's act falls before or behind the last look of a deletion; what it then saw must have allowed it."""
         committed, before, held = self.some(pick), self.listed(), pinned(self.store) | self.restored
-        rival, promised, allowed = ObjectStore("memory://"), set(), {}
+        rival, promised, allowed = ObjectStore("memory://"), set(), []
         rival.backend = self.store.backend
 
         def other():
@@ -349,7 +373,7 @@ class Life(RuleBasedStateMachine):
         def look(name):
             if name == "commit to be deleted":
                 mine, self.store = self.store, rival
-                allowed[len(allowed)] = (self.good(), self.listed())
+                allowed.append(self.good())
                 self.store = mine
             hook(name)
 
@@ -360,7 +384,7 @@ class Life(RuleBasedStateMachine):
         if what == "unpin":
             held -= {committed.key}
         assert (held | promised) & {c.key for c in before} <= kept
-        for key, (good, _) in zip(done.deleted, allowed.values(), strict=False):
+        for key, good in zip(done.deleted, allowed, strict=True):
             assert sum(c > Committed.parse(key) for c in good) >= keep
 
     @invariant()

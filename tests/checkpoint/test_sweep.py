@@ -33,7 +33,7 @@ def _half_saved(store, step, epoch, serial=1):
 def test_orphans_of_older_epochs_go_and_the_live_one_is_left_alone(store):
     kept = tiny_save(store, 10)
     dead = _half_saved(store, 20, 1)
-    tried_twice = _half_saved(store, 10, 1, serial=7)
+    tried_twice = _half_saved(store, 10, 1, serial=12_345)
     epoch = begin_epoch(store).number
     alive = _half_saved(store, 30, epoch)
     before = {entry.key: store.get(entry.key) for entry in store.list()}

@@ -1,16 +1,8 @@
 """Removing objects, where another process may be at the same. Torch-free."""
 
 from truestep.errors import StorageError
-from truestep.storage.interface import MissingKey, Store
+from truestep.storage.interface import Store, remove
 from truestep.storage.local import LocalStore
-
-
-def remove(store: Store, key: str) -> None:
-    """Delete an object; one that is not there is no loss."""
-    try:
-        store.delete(key)
-    except MissingKey:
-        return
 
 
 def clear_folder(store: Store, folder: str) -> int:

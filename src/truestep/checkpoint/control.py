@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,11 +102,8 @@ class Group:
 
         All ranks call this.
         """
-        step = self.round(kind)
-        step.post(f"vote/{self.rank}", {type(error).__name__: f"rank {self.rank}: {error}"} if error else {})
-        if self.rank == 0:
-            step.post("verdict", dict(pair for vote in reversed(step.gather("vote")) for pair in vote.items()))
-        return step.take("verdict")
+        mine = {type(error).__name__: f"rank {self.rank}: {error}"} if error else {}
+        return self._merged(kind, mine, lambda votes: dict(pair for vote in reversed(votes) for pair in vote.items()))
 
     def share(self, kind: str, value: Any) -> Any:
         """Rank 0's JSON value, on all ranks."""
@@ -117,22 +114,19 @@ class Group:
 
     def union(self, kind: str, names: Collection[str]) -> set[str]:
         """The names that any rank gave, on all ranks, which all call this."""
-        step = self.round(kind)
-        step.post(f"names/{self.rank}", sorted(names))
-        if self.rank == 0:
-            step.post("all", sorted(set().union(*step.gather("names"))))
-        return set(step.take("all"))
+        return set(self._merged(kind, sorted(names), lambda parts: sorted(set().union(*parts))))
 
     def total(self, kind: str, counts: Mapping[str, int]) -> dict[str, int]:
-        """Counts by name, summed over all ranks, on all ranks, which all call this."""
+        """Counts by name, summed over all ranks, on all ranks, which all call this; without those that are 0."""
+        return self._merged(kind, dict(counts), lambda parts: dict(sum(map(Counter, parts), Counter())))
+
+    def _merged(self, kind: str, mine: Any, merge: Callable[[list[Any]], Any]) -> Any:
+        """What rank 0 makes of every rank's JSON value, which it has in rank order; on all ranks."""
         step = self.round(kind)
-        step.post(f"counts/{self.rank}", dict(counts))
+        step.post(f"mine/{self.rank}", mine)
         if self.rank == 0:
-            sums: Counter[str] = Counter()
-            for one in step.gather("counts"):
-                sums.update(one)
-            step.post("sums", dict(sums))
-        return step.take("sums")
+            step.post("merged", merge(step.gather("mine")))
+        return step.take("merged")
 
 
 class Round:

@@ -1,7 +1,6 @@
 """Loads a committed checkpoint in place, on any mesh: strict, every byte verified before any target changes."""
 
 import logging
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,15 +15,13 @@ from truestep.checkpoint.marks import marks_on, quarantined, standing
 from truestep.checkpoint.places import Places
 from truestep.checkpoint.plans import PiecePlanner
 from truestep.checkpoint.reader import BlockReader
+from truestep.checkpoint.sealed import parse_folder
 from truestep.errors import CheckpointError, StorageError, UserError
 from truestep.numerics.pieces import Piece, find_aliases, pieces_of
 from truestep.storage.interface import Store
 
 log = logging.getLogger(__name__)
 log.addHandler(logging.NullHandler())  # the caller has `fell_back` to tell people
-
-
-_MANIFEST = re.compile(r"steps/(\d{12})-(\d{6})-\d{4,}/manifest\.json")
 
 
 class Mismatch(CheckpointError):
@@ -90,12 +87,18 @@ def load(
         raise kind(str(problem or other)) from problem
     assert reader and planner
     reader.apply(buffers, planner)
-    found = Loaded(
-        committed.step, manifest.extra, committed.key, manifest.facts, reader.bytes_read, [], unexpected, skipped
+    places = group.total("places", store.bytes_read) if isinstance(store, Places) else {}
+    return Loaded(
+        committed.step,
+        manifest.extra,
+        committed.key,
+        manifest.facts,
+        reader.bytes_read,
+        [],
+        unexpected,
+        skipped,
+        places,
     )
-    if not isinstance(store, Places):
-        return found
-    return replace(found, places=group.total("places", store.bytes_read))
 
 
 def _planner(manifest: Manifest, wanted: dict[str, Piece]) -> PiecePlanner:
@@ -171,7 +174,7 @@ def load_newest(
     if "error" in found:
         raise CheckpointError(found["error"])
     notes, uncommitted = found["notes"], found["uncommitted"]
-    for note in uncommitted:
+    for note in [*notes, *uncommitted]:
         log.warning(note)
     for step, epoch in found["commits"]:
         committed = Committed(step, epoch)
@@ -186,7 +189,7 @@ def load_newest(
         lost = [f"the checkpoint of step {s}, epoch {e}, is listed but gone" for s, e in found["lost"] if s > step]
         for note in lost:
             log.warning(note)
-        return Loaded(**{**vars(loaded), "fell_back": [*lost, *uncommitted, *notes]})
+        return replace(loaded, fell_back=[*lost, *uncommitted, *notes])
     if notes or found["lost"]:
         told = "; ".join([*notes, *(f"step {s}, epoch {e}, is listed but gone" for s, e in found["lost"])])
         raise CheckpointError(f"{store.url}: no checkpoint can be loaded: {told}")
@@ -216,8 +219,8 @@ def _uncommitted(store: Store, catalogue: Catalogue) -> list[str]:
     """A note for every save that was written after the newest commit and has none of its own. It cannot be told whether
     the save was cut off or somebody took its commit away, so nobody shall be surprised by an older step."""
     newest = max(catalogue.commits, default=Committed(0, 0))
-    found = [_MANIFEST.fullmatch(entry.key) for entry in store.list("steps")]
-    written = {Committed(int(match[1]), int(match[2])) for match in found if match}
+    manifests = (entry.key for entry in store.list("steps") if entry.key.endswith("/manifest.json"))
+    written = {save[0] for key in manifests if (save := parse_folder(key.rpartition("/")[0]))}
     late = sorted(each for each in written if each > newest and each not in catalogue.gone)
     void = {entry.key for entry in store.list("commits")} if late else set()
     return [

@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
-from truestep.checkpoint.clearing import remove, remove_empty
+from truestep.checkpoint.clearing import remove_empty
 from truestep.checkpoint.sealed import Committed, seal, unseal
 from truestep.errors import CheckpointError
-from truestep.storage.interface import KeyExists, MissingKey, Store
+from truestep.storage.interface import KeyExists, MissingKey, Store, remove
 
 Kind = Literal["verified", "drilled", "quarantined", "released", "pinned", "unpinned", "deleting", "kept"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -49,7 +49,6 @@ class Standing:
     """What all marks of a checkpoint say together. `quarantined` is the reason; `notes` names damaged marks."""
 
     verified: str | None = None
-    verified_at_s: float = 0.0
     drilled: Mark | None = None
     quarantined: str | None = None
     pinned: bool = False
@@ -100,12 +99,11 @@ def standing(marks: Iterable[Mark]) -> Standing:
     marks = list(marks)
     verified = [each for each in marks if each.kind == "verified" and not each.damaged]
     drilled = [each for each in marks if each.kind == "drilled" and not each.damaged]
-    best = max(verified + drilled, key=lambda each: (_level(each), each.at_s), default=None)
+    level = max(map(_level, verified + drilled), default=-1)
     reason = _last(marks, "quarantined")
     notes = tuple(f"its mark {each.kind}-{each.number:06d} is damaged" for each in marks if each.damaged)
     return Standing(
-        verified=LEVELS[_level(best)] if best and _level(best) >= 0 else None,
-        verified_at_s=best.at_s if best else 0.0,
+        verified=LEVELS[level] if level >= 0 else None,
         drilled=max(drilled, key=lambda each: each.at_s, default=None),
         quarantined=str(reason.facts.get("reason", "its mark is damaged")) if reason else None,
         pinned=_last(marks, "pinned") is not None,

@@ -6,7 +6,7 @@ not a failed save. Reading asks the nearest first; what is absent there or has a
 a wrong digest is an alarm.
 """
 
-import re
+import contextlib
 import shutil
 import threading
 import time
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from truestep.checkpoint.sealed import parse_folder
 from truestep.errors import CheckpointError, StorageError
-from truestep.storage.interface import Data, Entry, MissingKey, Store
+from truestep.storage.interface import Data, Entry, Store, remove
 from truestep.storage.local import LocalStore
 
 DURABLE = "store"
@@ -25,7 +26,6 @@ KEPT_FOLDERS = 2
 PATIENCE_S = 60.0
 """How long a save waits for a nearer place after the durable one has everything."""
 
-_FOLDER = re.compile(r"\d{12}-(\d{6})-(\d{4})")
 Check = Callable[[memoryview], str | None]
 """What is wrong with bytes that were read ("bytes 0 to 64 of ... are not those that were saved"), or None."""
 
@@ -51,7 +51,7 @@ class _Copy:
             SimpleQueue()
         )  # views of what the save holds anyway: no memory of its own
         self.abandoned = False
-        self.error: Exception | None = None
+        self.error = ""
         self.thread = threading.Thread(target=self._run, name=f"copy to {place.name}", daemon=True)
         self.thread.start()
 
@@ -62,7 +62,7 @@ class _Copy:
         if self.thread.is_alive():
             self.abandon()
             return f"no answer within {PATIENCE_S:g} s"
-        return str(self.error) if self.error else None
+        return self.error or None
 
     def abandon(self) -> None:
         self.abandoned = True
@@ -70,17 +70,11 @@ class _Copy:
 
     def _run(self) -> None:
         try:
-            self._clear()
+            # Names are used once, so an object of this name is of another run that bore the same name.
+            remove(self.place.store, self.key)
             self.place.store.put_parts(self.key, self._take(), self.size)
-        except (StorageError, _Abandoned) as error:
-            self.error = error
-
-    def _clear(self) -> None:
-        """Names are used once, so an object of this name is of another run that bore the same name."""
-        try:
-            self.place.store.delete(self.key)
-        except MissingKey:
-            return
+        except Exception as error:  # whatever it is, there is no copy, and the save goes on
+            self.error = str(error) or type(error).__name__
 
     def _take(self) -> Iterator[Data]:
         while (part := self.parts.get()) is not None and not self.abandoned:
@@ -101,7 +95,6 @@ class Places:
         self.damaged: set[tuple[str, str]] = set()
         self._held: dict[str, set[str]] = {}
         self._lock = threading.Lock()
-        self.begin_load()
 
     def begin_load(self) -> None:
         """Forget what earlier loads found; what the nearer places hold is asked anew."""
@@ -200,7 +193,8 @@ class Places:
             return
         try:
             for folder in newest_first(place.store.root / "steps")[KEPT_FOLDERS:]:
-                shutil.rmtree(folder, ignore_errors=True)  # another rank of this host may be at it
+                with contextlib.suppress(FileNotFoundError):  # another rank of this host may be at it
+                    shutil.rmtree(folder)
         except OSError as error:
             self.alarm(f"older copies in {place.name} cannot be removed: {error}")
 
@@ -209,8 +203,8 @@ def newest_first(steps: Path) -> list[Path]:
     """Step folders by the order in which their saves began: by epoch, then by serial. Other names are left out."""
     if not steps.is_dir():
         return []
-    found = [(match.groups(), path) for path in steps.iterdir() if (match := _FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [(*save, path) for path in steps.iterdir() if (save := parse_folder(f"steps/{path.name}"))]
+    return [path for *_, path in sorted(found, key=lambda each: (each[0].epoch, each[1]), reverse=True)]
 
 
 def read_checked(store: Store, key: str, start: int, out: memoryview, check: Check) -> None:
@@ -219,11 +213,6 @@ def read_checked(store: Store, key: str, start: int, out: memoryview, check: Che
         store.read_checked(key, start, out, check)
     else:
         _read(store, key, start, out, check)
-
-
-def durable(store: Store) -> Store:
-    """The store that decides, without the places nearby."""
-    return store.durable if isinstance(store, Places) else store
 
 
 def _read(store: Store, key: str, start: int, out: memoryview, check: Check) -> None:

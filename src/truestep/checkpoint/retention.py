@@ -18,11 +18,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from truestep.checkpoint.catalogue import Catalogue, read_catalogue, read_commit
-from truestep.checkpoint.clearing import clear_folder, remove
+from truestep.checkpoint.clearing import clear_folder
 from truestep.checkpoint.marks import Mark, Standing, forget_marks, mark, marks_of, marks_on, standing
 from truestep.checkpoint.sealed import Committed
 from truestep.errors import CheckpointError
-from truestep.storage.interface import Store
+from truestep.storage.interface import Store, remove
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,10 @@ def _delete(store: Store, committed: Committed, policy: Policy, restored: Collec
         raise CheckpointError(f"{store.url}/{committed.key}: names objects of another save; it is left as it is")
     mark(store, committed, "deleting", folder=folder)
     store.event("deletion marked")
-    reason = next((f.kept for f in fates(store, policy, restored) if f.committed == committed), "it is gone")
+    fate = next((f for f in fates(store, policy, restored) if f.committed == committed), None)
+    if fate is None:  # another process deleted it: the mark stays and says that it was on purpose
+        raise CheckpointError(f"{store.url}/{committed.key}: is gone already")
+    reason = fate.kept
     newest = read_catalogue(store).epoch
     if epoch is not None and newest > epoch:
         reason = f"epoch {epoch} was superseded by {newest}"

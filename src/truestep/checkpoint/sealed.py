@@ -1,4 +1,4 @@
-"""Small records that carry the SHA-256 of themselves, and how a commit is named. Torch-free."""
+"""Small records that carry the SHA-256 of themselves, and how commits and their folders are named. Torch-free."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ from truestep.errors import CheckpointError
 from truestep.files import canonical
 
 _COMMIT = re.compile(r"commits/(\d{12})-(\d{6})")
+_FOLDER = re.compile(r"steps/(\d{12})-(\d{6})-(\d{4,})")
 
 
 @dataclass(frozen=True, order=True)
@@ -27,11 +28,21 @@ class Committed:
     def key(self) -> str:
         return f"commits/{self.name}"
 
+    def folder(self, serial: int) -> str:
+        """Where the objects of this commit lie; of the saves of an attempt each has a serial number of its own."""
+        return f"steps/{self.name}-{serial:04d}"
+
     @staticmethod
     def parse(key: str) -> "Committed | None":
         """The commit of a key; None if that is no commit's."""
         match = _COMMIT.fullmatch(key)
         return Committed(int(match[1]), int(match[2])) if match else None
+
+
+def parse_folder(folder: str) -> tuple[Committed, int] | None:
+    """Of which save a folder is: what it would commit, and its serial number; None if it is no save's."""
+    match = _FOLDER.fullmatch(folder)
+    return (Committed(int(match[1]), int(match[2])), int(match[3])) if match else None
 
 
 def seal(body: dict[str, Any]) -> bytes:

@@ -5,21 +5,19 @@ honoured commit names. What is removed is unreachable for every reader already.
 """
 
 import os
-import re
 import time
 from dataclasses import dataclass, field
 
 from truestep.checkpoint.catalogue import read_catalogue, read_commit
-from truestep.checkpoint.clearing import clear_folder, remove
+from truestep.checkpoint.clearing import clear_folder
 from truestep.checkpoint.marks import forget_marks, marks_of
-from truestep.checkpoint.sealed import Committed
+from truestep.checkpoint.sealed import Committed, parse_folder
 from truestep.errors import CheckpointError, StorageError
-from truestep.storage.interface import Store
+from truestep.storage.interface import Store, remove
 from truestep.storage.local import TEMPORARY, LocalStore
 from truestep.storage.multipart import Upload, abort_upload, list_uploads
 from truestep.storage.objects import ObjectStore
 
-_STEP = re.compile(r"steps/((\d{12})-(\d{6})-\d{4})/.+")
 OLD_S = 24 * 3600.0
 """How old a temporary file or an upload must be to be taken for dead: no save runs that long."""
 
@@ -53,10 +51,10 @@ def plan_sweep(store: Store, older_s: float = OLD_S) -> Orphans:
     sizes: dict[str, int] = {}
     epochs: dict[str, int] = {}
     for entry in store.list("steps"):  # before the catalogue: a commit that comes in between takes its folder out
-        if match := _STEP.fullmatch(entry.key):
-            folder = f"steps/{match[1]}"
+        folder = entry.key.rpartition("/")[0]
+        if save := parse_folder(folder):
             sizes[folder] = sizes.get(folder, 0) + entry.size
-            epochs[folder] = int(match[3])
+            epochs[folder] = save[0].epoch
     present = {found for entry in store.list("commits") if (found := Committed.parse(entry.key))}
     marked = marks_of(store).keys()
     catalogue = read_catalogue(store)

@@ -51,7 +51,7 @@ class BlockWriter(StorageWriter):
     ):
         self.store, self.committed, self.rank, self.block_bytes = store, committed, rank, block_bytes
         self.check = check
-        self.folder = f"steps/{committed.step:012d}-{committed.epoch:06d}-{serial:04d}"
+        self.folder = committed.folder(serial)
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}

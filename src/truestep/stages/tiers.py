@@ -6,9 +6,9 @@ of the ring.
 """
 
 import os
-from pathlib import Path
 
 from truestep.checkpoint.control import Group
+from truestep.checkpoint.of_run import disk_place
 from truestep.checkpoint.places import Place, Places
 from truestep.recipe.stage import Stage
 from truestep.runlog.outbox import post
@@ -28,7 +28,8 @@ def with_places(context: Context, stage: Stage, store: Store, again: int = 0) ->
         return store
     prefix = f"{context.recipe.run.name}/{stage.name}"
     memory = _memories(context, prefix, f"{stage.name}/{again}") if settings.memory else []
-    disk = [Place("disk", LocalStore(Path(settings.disk).expanduser() / prefix))] if settings.disk else []
+    folder = disk_place(context.recipe, stage.name)
+    disk = [Place("disk", LocalStore(folder))] if folder else []
 
     def alarm(text: str) -> None:
         """Any rank may find a copy wanting; the event reaches the log by way of the outbox."""

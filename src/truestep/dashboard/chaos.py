@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
 from rich.table import Table
 from rich.text import Text
 
 from truestep.dashboard.bands import bands
-from truestep.files import publish, writing
+from truestep.dashboard.page import page, put
 from truestep.ledger.goodput import goodput
 from truestep.ledger.history import collect
 from truestep.ledger.incidents import incidents
@@ -86,10 +85,8 @@ def write_page(out: Path, run: str, outcomes: Sequence[Outcome], records: Sequen
         ("longest", duration(max(times)) if times else "–", "from a fault to training on"),
         ("goodput", show(whole.goodput), f"best schedule {show(whole.ideal)}"),
     ]
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("truestep.dashboard", "."), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    page = environment.get_template("chaos.html.j2").render(
+    text = page(
+        "chaos.html.j2",
         run=run,
         good=all(one.verdict == "as expected" for one in outcomes),
         summary=summary(outcomes),
@@ -98,6 +95,4 @@ def write_page(out: Path, run: str, outcomes: Sequence[Outcome], records: Sequen
         rows=[row(one) for one in outcomes],
         time=bands(whole, found.events),
     )
-    with writing(out, "choose another place with --out"):
-        publish(out, page.encode("utf-8", "replace"))
-    return out
+    return put(out, text)

@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from truestep.dashboard.bands import bands
 from truestep.dashboard.faults import event_rows, section_tables
 from truestep.dashboard.overlap import overlap_views
+from truestep.dashboard.page import page, put
 from truestep.dashboard.plots import Curves, Plot, plots, resumed_at
 from truestep.dashboard.status import Status, status
 from truestep.errors import LogError
-from truestep.files import publish, writing
 from truestep.ledger.checks import Check, check_stage
 from truestep.ledger.figure import NOT_RECORDED
 from truestep.ledger.goodput import Goodput, goodput
@@ -61,10 +60,7 @@ def write_report(run_dir: Path | str, out: Path | str) -> Path:
 
     LogError: no run directory, an empty or an altered log. StorageError: `out` cannot be written.
     """
-    page, out = render(run_dir), Path(out)
-    with writing(out, "choose another place with --out"):
-        publish(out, page.encode("utf-8", "replace"))
-    return out
+    return put(Path(out), render(run_dir))
 
 
 def render(run_dir: Path | str) -> str:
@@ -75,10 +71,8 @@ def render(run_dir: Path | str) -> str:
     remarks = list(verified.remarks)
     rows = _shard_rows(run_dir, remarks)
     views = [_stage(history, ledger, name, rows) for name in history.stages()]
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("truestep.dashboard", "."), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template("report.html.j2").render(
+    return page(
+        "report.html.j2",
         now=now,
         tiles=_tiles(now, ledger, whole),
         stages=views,

@@ -22,9 +22,7 @@ class Span:
     end_s: float
     start: StageStart | None = None
     steps: list[Step] = field(default_factory=list)
-    again: list[bool] = field(
-        default_factory=list
-    )  # per step: done before, by an earlier attempt or before a roll-back
+    again: list[bool] = field(default_factory=list)  # per step: whether it was done before, by whatever attempt
     evals: list[Eval] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)

@@ -110,9 +110,7 @@ def outcomes(injections: Sequence[Injection], records: Sequence[Record], hang_s:
                 seen,
                 _located(injection, seen, hit[number]),
                 None if back_s is None else back_s - injection.at_s,
-                list(
-                    dict.fromkeys(words(decision.event) for decision in about)
-                ),  # workers and supervisor may both say it
+                list(dict.fromkeys(words(decision.event) for decision in about)),  # supervisor and workers may say it
             )
         )
     return results

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint import quick, test_commit, test_fire_disk, test_save
+from tests.checkpoint import quick, test_commit, test_fire_disk, test_retention, test_save
 
 LONGEST_S = 90.0
 
@@ -30,6 +30,16 @@ class Mutation:
     old: str
     new: str
     check: Callable[[Path], object]
+
+
+def without(module: str, old: str, check: Callable[[Path], object]) -> Mutation:
+    """`old` is taken away."""
+    return Mutation(module, old, "", check)
+
+
+def never(module: str, condition: str, check: Callable[[Path], object]) -> Mutation:
+    """What is done if `condition` holds is not done."""
+    return Mutation(module, f"if {condition}:", "if False:", check)
 
 
 def mutate(mutation: Mutation) -> None:
@@ -83,7 +93,7 @@ def fails(check: Callable[[Path], object], folder: Path, mutation: Mutation | No
                 mutate(mutation)
             check(folder)
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}".encode() or b"?"
+            said = f"{type(error).__name__}: {error}".encode()
         finally:
             os.write(theirs, said[:4000])
             os._exit(0)
@@ -95,17 +105,19 @@ def fails(check: Callable[[Path], object], folder: Path, mutation: Mutation | No
             os.waitpid(pid, 0)
             raise TimeoutError(f"the check did not end within {LONGEST_S} s")
         time.sleep(0.005)
-    os.waitpid(pid, 0)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, f"the check's process ended with {os.waitstatus_to_exitcode(status)}"
     with open(ours, "rb") as pipe:
         return pipe.read().decode(errors="replace")
 
 
 STORE, CATALOGUE, MANIFEST = "storage.local", "checkpoint.catalogue", "checkpoint.manifest"
 LOAD, WRITER, CHECKPOINTER = "checkpoint.load", "checkpoint.writer", "checkpoint.checkpointer"
+RETENTION = "checkpoint.retention"
 
 MUTATIONS = {
     # What survives a power cut.
-    "a file is not synced": Mutation(STORE, "                self.disk.sync(handle)\n", "", test_fire_disk.power_cuts),
+    "a file is not synced": without(STORE, "                self.disk.sync(handle)\n", test_fire_disk.power_cuts),
     "synced before all is written": Mutation(
         STORE,
         '                written = self._append(handle, key, parts)\n                self.event(f"{key}: written")\n'
@@ -120,15 +132,13 @@ MUTATIONS = {
         "            self.disk.unlink(temporary)\n",
         test_fire_disk.power_cuts,
     ),
-    "the folder of a new folder is not synced": Mutation(
-        STORE, "        self.disk.sync_folder(parent)\n", "", test_fire_disk.power_cuts
+    "the folder of a new folder is not synced": without(
+        STORE, "        self.disk.sync_folder(parent)\n", test_fire_disk.power_cuts
     ),
     "a folder that is there counts as synced": Mutation(
         STORE, "(there and folder in self._durable)", "there", quick.power_cuts_after_kills
     ),
-    "a name that may not survive counts": Mutation(
-        CATALOGUE, "    except Undurable:\n        raise\n", "", quick.undurable
-    ),
+    "a name that may not survive counts": without(CATALOGUE, "    except Undurable:\n        raise\n", quick.undurable),
     # What a name holds.
     "create overwrites": Mutation(
         STORE,
@@ -139,18 +149,14 @@ MUTATIONS = {
     "a taken name counts as created": Mutation(
         CATALOGUE, "        if present != data:\n", "        if not present:\n", quick.begin_at_once
     ),
-    "serials are not part of names": Mutation(WRITER, "-{serial:04d}", "", quick.saved_again),
+    "serials are not part of names": without("checkpoint.sealed", "-{serial:04d}", quick.saved_again),
     # Who may commit.
-    "no look for fences before a commit": Mutation(
-        CATALOGUE,
-        '    _require_newest(store, committed, "")\n',
-        "",
-        test_commit.test_a_superseded_attempt_commits_nothing,
+    "no look for fences before a commit": without(
+        CATALOGUE, '    _require_newest(store, committed, "")\n', test_commit.test_a_superseded_attempt_commits_nothing
     ),
-    "no look for fences after a commit": Mutation(
+    "no look for fences after a commit": without(
         CATALOGUE,
         "    _require_newest(store, committed, committed.key)\n",
-        "",
         test_commit.test_a_commit_that_slipped_through_is_void,
     ),
     "commits are read before the fence is there": Mutation(
@@ -180,11 +186,10 @@ MUTATIONS = {
     "a zombie goes on after SIGSTOP": Mutation(
         CATALOGUE, "    if newest > committed.epoch and created", "    if False and created", quick.zombie
     ),
-    "a save that was given up commits": Mutation(WRITER, "        self.check()\n", "", quick.hung_before_commit),
-    "no deadline": Mutation(
+    "a save that was given up commits": without(WRITER, "        self.check()\n", quick.hung_before_commit),
+    "no deadline": never(
         "checkpoint.control",
-        "if time.monotonic() > self.deadline:",
-        "if False:",
+        "time.monotonic() > self.deadline",
         test_save.test_a_silent_rank_is_given_up_at_the_deadline,
     ),
     # What is loaded.
@@ -207,38 +212,26 @@ MUTATIONS = {
         "False",
         quick.manifest_of_another_step,
     ),
-    "the epoch's number is not compared": Mutation(CATALOGUE, ' or body["epoch"] != number', "", quick.damaged),
+    "the epoch's number is not compared": without(CATALOGUE, ' or body["epoch"] != number', quick.damaged),
     "the epoch is gone and nobody asks": Mutation(
         CATALOGUE, "if commit.epoch > epoch.number}", "if False}", quick.damaged
     ),
-    "coverage is not checked": Mutation(
-        MANIFEST,
-        "if problem := cover_problem(entry.shape, [chunk.box for chunk in entry.chunks]):",
-        "if problem := None:",
-        quick.uncovered,
+    "coverage is not checked": never(
+        MANIFEST, "problem := cover_problem(entry.shape, [chunk.box for chunk in entry.chunks])", quick.uncovered
     ),
-    "objects may have gaps": Mutation(
-        MANIFEST, "        if chunk.start != stop:\n            return None\n", "", quick.gap
-    ),
-    "digests may be missing": Mutation(
-        MANIFEST, "if len(chunk.blocks) != DIGEST_CHARS * chunk.num_blocks:", "if False:", quick.no_digests
-    ),
-    "a start from nothing though there are commits": Mutation(
-        LOAD, '    if notes or found["lost"]:\n', "    if False:\n", quick.nothing_whole
-    ),
+    "objects may have gaps": without(MANIFEST, "        if chunk.start != stop:\n            return None\n", quick.gap),
+    "digests may be missing": never(MANIFEST, "len(chunk.blocks) != DIGEST_CHARS * chunk.num_blocks", quick.no_digests),
+    "a start from nothing though there are commits": never(LOAD, 'notes or found["lost"]', quick.nothing_whole),
     "older steps without a note": Mutation(
-        LOAD, '"fell_back": [*lost, *uncommitted, *notes]}', '"fell_back": []}', quick.damaged
+        LOAD, "fell_back=[*lost, *uncommitted, *notes])", "fell_back=[])", quick.damaged
     ),
     "a commit that is gone is not missed": Mutation(
         LOAD, "        if each.key not in void\n", "        if False\n", quick.gone
     ),
-    "shapes are not compared": Mutation(LOAD, "        if have != want:\n", "        if False:\n", quick.other_shape),
-    "missing names are left as they are": Mutation(LOAD, "    if missing:\n", "    if False:\n", quick.missing_name),
-    "ties are not compared": Mutation(
-        LOAD,
-        "        if strict and apart and wanted[name].local.numel():\n",
-        "        if False:\n",
-        test_save.test_c41_shared_tensors,
+    "shapes are not compared": never(LOAD, "have != want", quick.other_shape),
+    "missing names are left as they are": never(LOAD, "missing", quick.missing_name),
+    "ties are not compared": never(
+        LOAD, "strict and apart and wanted[name].local.numel()", test_save.test_c41_shared_tensors
     ),
     "a rank that finds damage keeps it to itself": Mutation(
         LOAD,
@@ -254,27 +247,14 @@ MUTATIONS = {
     ),
     "a scrub compares nothing": Mutation("checkpoint.verify", "!= digest:", "== '':", quick.damaged),
     # What is saved.
-    "objects are not looked at before the commit": Mutation(
-        WRITER, "            if present.get(key) != entry.size:\n", "            if False:\n", quick.object_cut
+    "objects are not looked at before the commit": never(WRITER, "present.get(key) != entry.size", quick.object_cut),
+    "ranks may disagree about a shape": never(
+        WRITER, "seen.setdefault(item.index.fqn, mine) != mine", test_save.test_ranks_that_disagree_about_a_shape
     ),
-    "ranks may disagree about a shape": Mutation(
-        WRITER,
-        "if seen.setdefault(item.index.fqn, mine) != mine:",
-        "if False:",
-        test_save.test_ranks_that_disagree_about_a_shape,
+    "nobody owns a part and nobody asks": never(
+        "checkpoint.plans", "problem := cover_problem(shapes[name], list(boxes))", quick.unowned
     ),
-    "nobody owns a part and nobody asks": Mutation(
-        "checkpoint.plans",
-        "        if problem := cover_problem(shapes[name], list(boxes)):\n",
-        "        if problem := None:\n",
-        quick.unowned,
-    ),
-    "a tie of one rank alone": Mutation(
-        CHECKPOINTER,
-        "                if item.index.fqn in job.writer.aliases:\n",
-        "                if False:\n",
-        quick.tied_on_one_rank,
-    ),
+    "a tie of one rank alone": never(CHECKPOINTER, "item.index.fqn in job.writer.aliases", quick.tied_on_one_rank),
     "live tensors are written": Mutation(
         CHECKPOINTER,
         "self.stage.copy(parts) if asynchronous else as_they_are(parts)",
@@ -293,7 +273,16 @@ MUTATIONS = {
     "a save waits for ever": Mutation(
         "checkpoint.pending", "max(0.0, self._latest - time.monotonic())", "7.0", quick.hung_write
     ),
-    "a store that overwrites is accepted": Mutation(
-        "storage.probe", "    if not found.create_only:\n", "    if False:\n", quick.lax_store
+    "a store that overwrites is accepted": never("storage.probe", "not found.create_only", quick.lax_store),
+    # What is deleted.
+    "a commit takes another save's folder along": never(
+        RETENTION, 'not folder.startswith(f"steps/{committed.name}-")', quick.folder_of_another
+    ),
+    "no look at marks before a deletion": never(RETENTION, "reason", quick.pinned_meanwhile),
+    "what is gone is marked as kept": Mutation(
+        RETENTION,
+        '        raise CheckpointError(f"{store.url}/{committed.key}: is gone already")\n',
+        '        fate = Fate(committed, "it is gone", Standing())\n',
+        test_retention.test_two_that_delete_the_same,
     ),
 }

@@ -13,6 +13,7 @@ from tests.checkpoint import (
     test_fire_disk,
     test_fire_faults,
     test_fire_fencing,
+    test_retention,
     test_save,
 )
 from tests.checkpoint.attempts import attempt, blank, check
@@ -203,3 +204,11 @@ class _Lax(MemoryStore):
 def lax_store(folder):
     with pytest.raises(StorageError, match="cannot commit a checkpoint safely, because it overwrites"):
         begin_epoch(_Lax())
+
+
+def folder_of_another(folder):
+    test_retention.test_a_commit_that_names_anothers_folder_deletes_nothing_of_it(LocalStore(folder))
+
+
+def pinned_meanwhile(folder):
+    test_retention.test_pin_and_delete_at_once_one_sees_the_other(folder)

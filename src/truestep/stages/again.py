@@ -95,9 +95,14 @@ def _with_bits(mapping: dict[str, Any], attempt: Attempt) -> dict[str, Any]:
 def candidates(store: Store, found: Recorded, at_most: int) -> list[Committed]:
     """Checkpoints of at most that many steps that the recorded steps stand on, newest first; quarantined ones and those
     of steps that were given up are left out."""
-    bad = quarantined(store)
-    commits = [c for c in list_committed(store) if c.step <= at_most and c.key not in bad]
+    commits = [c for c in trusted(store) if c.step <= at_most]
     return sorted((c for c in commits if c.step == 0 or c.step in found.steps), reverse=True)
+
+
+def trusted(store: Store) -> list[Committed]:
+    """Checkpoints that are not quarantined, be their bytes as they may."""
+    bad = quarantined(store)
+    return [committed for committed in list_committed(store) if committed.key not in bad]
 
 
 def open_checkpoints_of(recipe: Recipe, run_dir: Path, stage: str) -> Store:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from truestep.checkpoint.catalogue import list_committed, read_manifest
-from truestep.checkpoint.marks import being_deleted, mark, quarantined
+from truestep.checkpoint.marks import being_deleted, mark
 from truestep.checkpoint.of_run import recorded_mapping
 from truestep.checkpoint.sealed import Committed
 from truestep.checkpoint.upkeep import verify_and_mark
@@ -20,7 +20,7 @@ from truestep.errors import CheckpointError, HeardError, StorageError
 from truestep.parallel.environment import Place
 from truestep.recipe.load import load
 from truestep.runlog.outbox import post
-from truestep.stages.again import Damaged, fewest_processes, open_checkpoints_of
+from truestep.stages.again import Damaged, fewest_processes, open_checkpoints_of, trusted
 from truestep.stages.recorded import Recorded, recorded
 from truestep.stages.replay import NOT_COMPARABLE, PARTS, carry_out, plan_of
 from truestep.storage.interface import Store
@@ -125,8 +125,7 @@ def drill(
 
 
 def _newest(store: Store) -> Committed:
-    bad = quarantined(store)
-    good = [committed for committed in list_committed(store) if committed.key not in bad]
+    good = trusted(store)
     if not good:
         raise CheckpointError(f"{store.url} holds no checkpoint to drill; wait for the first one")
     return max(good)

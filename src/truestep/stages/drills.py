@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from truestep.checkpoint.catalogue import list_committed
-from truestep.checkpoint.marks import quarantined
 from truestep.errors import CheckpointError, StorageError
 from truestep.parallel.environment import outside
 from truestep.runlog.log import read
 from truestep.runlog.records import AttemptStart, Drill, Record
 from truestep.sentinel.alarm import Alarm
+from truestep.stages.again import trusted
 from truestep.stages.context import Context
 from truestep.storage.interface import Store
 from truestep.train.step import StepResult
@@ -91,8 +90,7 @@ class Drills:
     def _newest(self) -> str:
         """Key of the newest checkpoint that counts; empty if there is none, or the store does not say."""
         try:
-            bad = quarantined(self.store)
-            good = [committed for committed in list_committed(self.store) if committed.key not in bad]
+            good = trusted(self.store)
         except (CheckpointError, StorageError) as error:
             self.alarm(f"no drill: {error}")
             return ""

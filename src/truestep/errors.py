@@ -37,6 +37,10 @@ class HeardError(UserError):
     """The same sentence that rank 0 raises and says; the other ranks end with it in silence."""
 
 
+SUPERVISED = "TRUESTEP_SUPERVISED"
+"""Variable of a process whose supervisor starts the next attempt after an `Again`."""
+
+
 class Again(Exception):
     """The attempt ends on purpose, to be started again from the newest clean checkpoint; no error of anybody's.
     `without`: hosts that the next attempt must do without."""

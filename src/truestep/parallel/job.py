@@ -74,6 +74,15 @@ class Job:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
         return largest.tolist()
 
+    def everybody(self, mine: Any) -> list[Any]:
+        """What each rank has to say, by rank, on all of them; anything that can be pickled."""
+        if self.control is None:
+            return [mine]
+        told: list[Any] = [None] * self.world
+        with self.counters.collective():
+            dist.all_gather_object(told, mine, group=self.control)
+        return told
+
     def agree(self, name: str, decide: Callable[[], Any]) -> Any:
         """Rank 0 calls `decide` (however long it takes) and every rank returns its JSON-able result.
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from truestep.numerics.axis import Axis
@@ -23,7 +22,6 @@ class Copies:
     """What the ranks say of one box of a tensor: a digest of its bits from each rank of the job that holds it."""
 
     name: str
-    box: Box
     said: dict[int, int]
 
 
@@ -65,18 +63,10 @@ def compare(
 ) -> list[Copies]:
     """Once some rank has found copies that differ (`names`, its own findings): all copies of those tensors on all
     ranks, in natural order of their names. Collective over the job."""
-    told: list = [list(names)]
-    if job.control is not None:
-        told = [None] * job.world
-        dist.all_gather_object(told, list(names), group=job.control)
-    wanted = sorted({name for each in told for name in each}, key=natural)
+    wanted = sorted({name for each in job.everybody(list(names)) for name in each}, key=natural)
     mine = [(name, boxes[name], int(digests[name])) for name in wanted if name in digests]
-    held: list = [mine]
-    if job.control is not None:
-        held = [None] * job.world
-        dist.all_gather_object(held, mine, group=job.control)
     copies: dict[tuple[str, Box], Copies] = {}
-    for rank, rows in enumerate(held):
+    for rank, rows in enumerate(job.everybody(mine)):
         for name, box, digest in rows:
-            copies.setdefault((name, box), Copies(name, box, {})).said[rank] = digest
+            copies.setdefault((name, box), Copies(name, {})).said[rank] = digest
     return [each for _, each in sorted(copies.items(), key=lambda pair: natural(pair[0][0])) if len(each.said) > 1]

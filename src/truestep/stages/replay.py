@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from truestep.checkpoint.control import begin_job
 from truestep.checkpoint.of_run import recorded_mapping
 from truestep.errors import HeardError, UserError
@@ -216,11 +214,7 @@ def _again(state: TrainState, result: StepResult) -> Again:
         for index, shard in enumerate(result.shards)
         if shard[1] > 0
     }
-    held: list = [mine]
-    if job.control is not None:
-        held = [None] * job.world
-        dist.all_gather_object(held, mine, group=job.control)
-    everything = {part: shard for one in held for part, shard in one.items()}
+    everything = {part: shard for one in job.everybody(mine) for part, shard in one.items()}
     taken = state.digests.taken if state.digests and state.digests.taken_at == state.step else {}
     skipped = result.verdict is not Verdict.GO
     return Again(state.step, result.loss, result.grad_norm, skipped, everything, taken)

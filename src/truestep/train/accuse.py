@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch.distributed as dist
-
 from truestep.parallel.job import Job
 from truestep.parallel.wire import Delivered
 from truestep.runlog.records import Fault
@@ -21,14 +19,6 @@ class Accuser:
 
     job: Job
     stage: str
-
-    def everybody(self, mine: Any) -> list[Any]:
-        """What each rank has to say, on all of them. Collective."""
-        if self.job.control is None:
-            return [mine]
-        told: list[Any] = [None] * self.job.world
-        dist.all_gather_object(told, mine, group=self.job.control)
-        return told
 
     def fault(
         self, kind: Kind, text: str, ranks: Sequence[int], *, named: bool, step: int, since: int, **evidence: Any

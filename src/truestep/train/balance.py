@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from truestep.errors import Again
+from truestep.errors import SUPERVISED, Again
 from truestep.runlog.records import Decision, Fault
 from truestep.train.pace import Pace, Window
 from truestep.train.record import Recorder
 from truestep.train.state import TrainState
 from truestep.train.stragglers import Slow
-
-SUPERVISED = "TRUESTEP_SUPERVISED"
 
 
 class Feed(Protocol):

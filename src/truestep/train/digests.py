@@ -105,9 +105,5 @@ class Digests:
 def _names(tensors: Mapping[str, Piece], job: Job) -> "dict[Kind, list[str]]":
     """The names of all tensors that any rank holds, sorted, on all ranks. A gradient that a step does not make, and
     that of a buffer, counts as zero."""
-    held: list = [list(tensors)]
-    if job.control is not None:
-        held = [None] * job.world
-        dist.all_gather_object(held, list(tensors), group=job.control)
-    names = sorted({name for names in held for name in names})
+    names = sorted({name for held in job.everybody(list(tensors)) for name in held})
     return {"state": names, "gradient": [name.removeprefix(MODEL) for name in names if name.startswith(MODEL)]}

@@ -4,12 +4,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from truestep.errors import Again, UserError
+from truestep.errors import SUPERVISED, Again, UserError
 from truestep.parallel.job import Job
 from truestep.parallel.preflight import preflight
 from truestep.runlog.records import Fault
 from truestep.sentinel.host import LONG, check_device
 from truestep.train.accuse import Accuser
+from truestep.train.guard import hosts_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def check_first(job: Job, stage: str, step: int) -> FirstChecks:
 
 def devices(accuser: Accuser, sentence: str, step: int) -> list[Fault]:
     """Faults of devices that failed their test; `sentence`: of this rank's. Collective."""
-    told = enumerate(accuser.everybody(sentence))
+    told = enumerate(accuser.job.everybody(sentence))
     return [accuser.fault("host", said, [rank], named=True, step=step, since=step + 1) for rank, said in told if said]
 
 
@@ -46,8 +47,8 @@ def refuse(found: FirstChecks, say: Callable[[Fault], None], environ: Mapping[st
         say(fault)
     if not found.bad:
         return
-    hosts = tuple(sorted({fault.host for fault in found.bad if fault.named and fault.host}))
+    hosts = hosts_of(found.bad)
     reason = "; ".join(fault.text for fault in found.bad)
-    if hosts and environ.get("TRUESTEP_SUPERVISED"):
+    if hosts and environ.get(SUPERVISED):
         raise Again(reason, hosts)
     raise UserError(f"{reason}; replace what is broken (sentinel.check_host = false trains without this test)")

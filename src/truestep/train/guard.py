@@ -67,10 +67,10 @@ class Corruption(Exception):
         """The first step whose result may be wrong."""
         return min(fault.since or 0 for fault in self.faults)
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Those that were shown to be at fault."""
-        return tuple(sorted({fault.host for fault in self.faults if fault.named and fault.host}))
+
+def hosts_of(faults: Iterable[Fault]) -> tuple[str, ...]:
+    """Those that were shown to be at fault."""
+    return tuple(sorted({fault.host for fault in faults if fault.named and fault.host}))
 
 
 def everything(questions: Iterable[float], guard: Guard | None) -> Iterable[float]:

@@ -95,19 +95,19 @@ class Integrity:
         self._asked = numbers[1] > 0
         faults: list[Fault] = []
         if numbers[0] > 0:
-            told = self._accuser.everybody((self._rest.changed(), self._grads.changed()))
+            told = self._state.job.everybody((self._rest.changed(), self._grads.changed()))
             faults += self._accuser.own_memory(told, step)
         if numbers[2] > 0:
             faults += devices(self._accuser, self._device, step)
         if exact is not None and exact.gave_up:
-            faults.append(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=True))
+            faults.append(self._accuser.damaged(self._state.job.everybody(exact.broken), step, gave_up=True))
         if self._armed:
             self._state.parallel.wire.armed = False
             faults += [] if faults else self._compared(work, [loss for loss, _, _ in shards])
             self._state.parallel.probe.watched = ()
         if not finite and not faults and not self._state.scaler.enabled and work.factor:
             place = self._state.parallel.groups.data_rank
-            told = self._accuser.everybody((place, self._recheck.repeats_itself(work, shards)))
+            told = self._state.job.everybody((place, self._recheck.repeats_itself(work, shards)))
             faults += self._accuser.torn(told, step)
         self._work = None
         if faults:
@@ -124,7 +124,7 @@ class Integrity:
             text = "an overflow of gradients was not there when the step was computed again"
             found.append(Alarm(self._accuser.fault("replay", text, [], named=False, step=step, since=step + 1)))
         if exact is not None and "damaged" in result.troubles:
-            found.append(Alarm(self._accuser.damaged(self._accuser.everybody(exact.broken), step, gave_up=False)))
+            found.append(Alarm(self._accuser.damaged(self._state.job.everybody(exact.broken), step, gave_up=False)))
         return [*found, *(self._replicas() if sweep else [])]
 
     def _indices(self, work: Work) -> Sequence[int]:
@@ -149,7 +149,7 @@ class Integrity:
         )
         faults: list[Fault] = []
         if unsound:
-            faults += self._accuser.misdelivered(self._accuser.everybody(delivered), step)
+            faults += self._accuser.misdelivered(self._state.job.everybody(delivered), step)
         if any(wrong):
             index = next(index for index, ranks in zip(seen, wrong) if ranks)
             trials = recheck.trials(work, index, *seen[index])

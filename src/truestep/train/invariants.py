@@ -3,10 +3,6 @@
 A broken rule is a bug: the run ends and says which, before it costs more.
 """
 
-from typing import Any
-
-import torch.distributed as dist
-
 from truestep.imports import is_import_path
 from truestep.numerics.fingerprint import fingerprint
 from truestep.optim.schedule import factor
@@ -37,10 +33,7 @@ class Invariants:
             return []
         self._looked = True
         mine = violations(self._view()), self._ties()
-        everybody: list[Any] = [mine]
-        if state.job.control is not None:
-            everybody = [None] * state.job.world
-            dist.all_gather_object(everybody, mine, group=state.job.control)
+        everybody = state.job.everybody(mine)
         broken = {text: rank for rank, (texts, _) in reversed([*enumerate(everybody)]) for text in texts}
         broken |= _undone([ties for _, ties in everybody])
         return [self._alarm(text, rank) for text, rank in sorted(broken.items())]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from truestep.checkpoint.checkpointer import Checkpointer
-from truestep.errors import Again, UserError
+from truestep.errors import SUPERVISED, Again, UserError
 from truestep.numerics.batch import Batch
 from truestep.plan.interval import Interval
 from truestep.recipe.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ from truestep.runlog.records import Decision
 from truestep.sentinel.alarm import Alarm
 from truestep.train.balance import Balance
 from truestep.train.evaluate import HeldOut
-from truestep.train.guard import Corruption
+from truestep.train.guard import Corruption, hosts_of
 from truestep.train.memory import MemoryWatch
 from truestep.train.profile import StepProfiler
 from truestep.train.record import Recorder, Watcher
@@ -174,7 +174,7 @@ class Loop:
         self.saves.checkpointer.wait()
         self.saves.settle()
         self.saves.replace(self.rewinder.fence(step if not_after_step is None else not_after_step))
-        if hosts and self.environ.get("TRUESTEP_SUPERVISED"):
+        if hosts and self.environ.get(SUPERVISED):
             for host in hosts:
                 self.record.decision(Decision(action="quarantine", reason=reason, step=step, host=host))
             raise Again(reason, hosts)
@@ -219,15 +219,16 @@ class Loop:
             return False
         since = min(alarm.fault.since or 0 for alarm in backs)
         left_out = next((alarm.left_out for alarm in backs if alarm.left_out), None)
-        hosts = {alarm.fault.host for alarm in backs if alarm.fault.named and alarm.fault.host}
         reason = "; ".join(alarm.fault.text for alarm in backs)
-        self.roll_back(reason, left_out=left_out, not_after_step=since - 1, without=sorted(hosts))
+        self.roll_back(
+            reason, left_out=left_out, not_after_step=since - 1, without=hosts_of([alarm.fault for alarm in backs])
+        )
         return True
 
     def _corrupted(self, found: Corruption) -> None:
         for fault in found.faults:
             self.record.fault(fault)
-        self.roll_back(str(found), not_after_step=found.since - 1, without=found.hosts)
+        self.roll_back(str(found), not_after_step=found.since - 1, without=hosts_of(found.faults))
 
     def _count(self, step: int, num_targets: int) -> None:
         state = self.state

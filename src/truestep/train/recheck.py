@@ -105,11 +105,7 @@ class Recheck:
         if self.size > 2:
             rows.append((self._at(2), self._compute(work, index, 2).digest))
         differs = next_.first_difference(again) if next_.digest != again.digest else ""
-        told: list = [(self._ranks, rows, differs, self._at(1))]
-        if self._state.job.control is not None:
-            told = [None] * self._state.job.world
-            dist.all_gather_object(told, (self._ranks, rows, differs, self._at(1)), group=self._state.job.control)
-        return _judged(told)
+        return _judged(self._state.job.everybody((self._ranks, rows, differs, self._at(1))))
 
     def count(self, work: Work) -> int:
         """Of how many a step consists, as far as every data rank has them. Those of a pipeline are one sum."""

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
@@ -41,9 +40,7 @@ def end_routing(state: TrainState, update: bool) -> dict[str, float]:
     if state.job.control is None:
         return metrics
     if state.router_metrics is None:  # the same in every step
-        told: list[Any] = [None] * state.job.world
-        dist.all_gather_object(told, list(metrics), group=state.job.control)
-        state.router_metrics = sorted({name for names in told for name in names})
+        state.router_metrics = sorted({name for names in state.job.everybody(list(metrics)) for name in names})
     mine = [metrics.get(name, 0.0) if groups.stage.rank == 0 else 0.0 for name in state.router_metrics]
     return dict(zip(state.router_metrics, state.job.all_sum(mine)))
 

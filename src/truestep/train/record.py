@@ -1,7 +1,6 @@
 """Where a stage's loop says what happens: in the run log, which rank 0 has, and to a person who looks on."""
 
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -69,22 +68,17 @@ class Recorder:
         )
         if skipped:
             self.note("skip", step=state.step, reason=result.judgement.reason)
-        if damaged := Counter(result.troubles)["damaged"]:
-            text = f"bits changed in a collective, so the step was computed again ({damaged} times damaged)"
-            self.fault(Fault(kind="collective", text=text, step=state.step))
         if self.watcher:
             self.watcher.step(self.stage, state.step, state.steps, result, tokens, step_s)
 
     def fault(self, fault: Fault) -> None:
         """Something is wrong: a record, and a word to whoever looks on."""
-        fields = {name: value for name, value in vars(fault).items() if value is not None and name != "stage"}
-        self.note("fault", **fields)
+        self.note("fault", **_given(fault))
         where = "" if fault.step is None else f"step {fault.step}: "
         self.alarm(f"{where}{fault.text}")
 
     def decision(self, decision: Decision) -> None:
-        fields = {name: value for name, value in vars(decision).items() if value is not None and name != "stage"}
-        self.note("decision", **fields)
+        self.note("decision", **_given(decision))
 
     def held_out(self, step: int, figures: HeldOut, data: str | None, eval_s: float) -> None:
         self.note(
@@ -152,3 +146,8 @@ class Recorder:
         if self.log and time.monotonic() - self._outbox_s >= OUTBOX_EVERY_S:
             self._outbox_s = time.monotonic()
             take_in(self.log.run_dir, self.log)
+
+
+def _given(record: Fault | Decision) -> dict[str, Any]:
+    """What is known of one, but for its stage."""
+    return {name: value for name, value in vars(record).items() if value is not None and name != "stage"}

@@ -28,9 +28,7 @@ def run(tmp_path):
     store = LocalStore(run_dir / "checkpoints" / "base")
     epoch = begin_epoch(store).number
     with closing(RunLog(run_dir, 1)) as log:
-        log.append(
-            "attempt_start", run="small", world=1, host="here", digests={}, versions={}, devices={}, stages=["base"]
-        )
+        log.append("attempt_start", **START)
         for step in (10, 20, 30):
             committed = tiny_save(store, step, epoch)
             sha256 = read_commit(store, committed).sha256
@@ -92,12 +90,17 @@ def test_pin_and_prune(run, store, capsys):
     assert [c.step for c in list_committed(store)] == [30]
 
 
+def test_what_a_person_writes_is_shown_as_it_is(run, store, capsys):
+    reason = "see [/notes] of [bold]"
+    done = truestep(capsys, "checkpoints", "quarantine", run, "10", "--reason", reason)
+    assert done.code == 0 and f"base step 10 is quarantined: {reason}" in done.out
+    assert newest(store).step == 30 and "[/notes] of [bold]" in truestep(capsys, "checkpoints", "list", run).out
+
+
 def test_prune_leaves_what_the_run_went_on_from(run, store, capsys):
     truestep(capsys, "checkpoints", "verify", run)
     with closing(RunLog(run, 2)) as log:
-        log.append(
-            "attempt_start", run="small", world=1, host="here", digests={}, versions={}, devices={}, stages=["base"]
-        )
+        log.append("attempt_start", **START)
         log.append("resume", stage="base", step=10, checkpoint=list_committed(store)[0].key)
         log.append("decision", stage="base", action="roll back", reason="a test", to_step=20)
     truestep(capsys, "checkpoints", "prune", run)
@@ -119,3 +122,5 @@ def test_what_is_refused(run, capsys, tmp_path):
     truestep(capsys, "checkpoints", "list", run, "--stage", "other").refused("no stage 'other'", "base")
     truestep(capsys, "checkpoints", "pin", run, "11").refused("no checkpoint of step 11", "10, 20, 30")
     truestep(capsys, "checkpoints", "sweep", run, "--older", "soon").refused("--older")
+    done = truestep(capsys, "checkpoints", "prune", run, "--keep-every", "-5")
+    assert done.code == 2 and "'--keep-every'" in done.err

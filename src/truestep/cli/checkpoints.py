@@ -1,21 +1,17 @@
 """`truestep checkpoints`: look at a run's checkpoints, verify, pin, prune and sweep them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from truestep.cli.checkpoint_tables import bar, fated, listed, orphans, say, show
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.table import Table
-
+    from truestep.checkpoint.marks import Kind
     from truestep.checkpoint.of_run import Listed, StageStore
-    from truestep.checkpoint.retention import Fate, Policy
+    from truestep.checkpoint.retention import Policy
     from truestep.checkpoint.sealed import Committed
-    from truestep.checkpoint.sweep import Orphans
 
 app = typer.Typer(help="Look at a run's checkpoints, verify, pin, prune and sweep them.", no_args_is_help=True)
 
@@ -29,18 +25,16 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would be done,
 @app.command("list")
 def list_(run: RunDir, stage: OneStage = None) -> None:
     """List the checkpoints of RUN that count, with what is known of each. Exit code 2 if one is lost."""
-    from rich.console import Console
-
     from truestep.checkpoint.of_run import stage_stores
     from truestep.errors import CheckpointError
 
-    console, lost = Console(highlight=False), []
+    lost: list[str] = []
     for its in stage_stores(run, stage):
         found = its.listed()
-        console.print(table(its, found))
+        show(listed(its, found))
         for each in found:
             for note in each.notes:
-                console.print(f"{each.committed.key}: {note}", style="yellow", markup=False)
+                say(f"{each.committed.key}: {note}", style="yellow")
         lost += [f"{its.store.url}/{c.key}: is listed but gone; restore it from a copy" for c in its.lost()]
     if lost:
         raise CheckpointError("\n".join(lost))
@@ -60,13 +54,13 @@ def verify(
     damage: list[str] = []
     for its, found in _chosen(run, stage, step):
         for each in found:
-            with _bar(f"{its.stage} step {each.committed.step}", each.num_bytes) as advance:
+            with bar(f"{its.stage} step {each.committed.step}", each.num_bytes) as advance:
                 wrong = verify_and_mark(its.store, each.committed, advance)
             damage += [one.text for one in wrong]
-            verdict = "[green]every byte as saved[/green]" if not wrong else f"[red]{len(wrong)} damaged[/red]"
+            verdict = f"{len(wrong)} damaged" if wrong else "every byte as saved"
             if not wrong and each.standing.quarantined:
                 verdict += "; still quarantined, until `truestep checkpoints release`"
-            _say(f"{its.stage} step {each.committed.step:,}: {verdict}")
+            say(f"{its.stage} step {each.committed.step:,}: {verdict}", style="red" if wrong else "green")
     if damage:
         raise CheckpointError("\n".join(damage))
 
@@ -78,37 +72,25 @@ def pin(run: RunDir, step: Step, stage: OneStage = None, reason: Why = "") -> No
 
     its, committed = _one(run, stage, step)
     do(its.store, committed, reason=reason)
-    _say(f"{its.stage} step {step:,} is pinned")
+    say(f"{its.stage} step {step:,} is pinned")
 
 
 @app.command()
 def unpin(run: RunDir, step: Step, stage: OneStage = None) -> None:
     """Let retention treat the checkpoint of STEP as any other again."""
-    from truestep.checkpoint.marks import mark
-
-    its, committed = _one(run, stage, step)
-    mark(its.store, committed, "unpinned")
-    _say(f"{its.stage} step {step:,} is not pinned any more")
+    _mark(run, stage, step, "unpinned", "is not pinned any more")
 
 
 @app.command()
 def quarantine(run: RunDir, step: Step, stage: OneStage = None, reason: Why = "by hand") -> None:
     """Have every reader pass the checkpoint of STEP over."""
-    from truestep.checkpoint.marks import mark
-
-    its, committed = _one(run, stage, step)
-    mark(its.store, committed, "quarantined", reason=reason)
-    _say(f"{its.stage} step {step:,} is quarantined: {reason}")
+    _mark(run, stage, step, "quarantined", f"is quarantined: {reason}", reason=reason)
 
 
 @app.command()
 def release(run: RunDir, step: Step, stage: OneStage = None) -> None:
     """Let readers take the checkpoint of STEP again, after a quarantine."""
-    from truestep.checkpoint.marks import mark
-
-    its, committed = _one(run, stage, step)
-    mark(its.store, committed, "released")
-    _say(f"{its.stage} step {step:,} is released")
+    _mark(run, stage, step, "released", "is released")
 
 
 @app.command()
@@ -116,7 +98,9 @@ def prune(
     run: RunDir,
     stage: OneStage = None,
     keep: Annotated[int | None, typer.Option("--keep", help="instead of checkpoint.keep", min=1)] = None,
-    keep_every: Annotated[int | None, typer.Option("--keep-every", help="instead of checkpoint.keep_every")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", help="instead of checkpoint.keep_every", min=0)
+    ] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Delete the checkpoints that the recipe's policy does not keep: never one that is pinned, the newest, in use, or
@@ -127,12 +111,12 @@ def prune(
 
     for its in stage_stores(run, stage):
         policy, used = _policy(its, keep, keep_every), its.in_use()
-        _print(_fates(its, fates(its.store, policy, used)))
+        show(fated(its, fates(its.store, policy, used)))
         if not dry_run:
             done = retain(its.store, policy, used)
-            _say(f"{its.stage}: deleted {len(done.deleted)}, freed {size(done.num_bytes)}, {done.kept} left")
+            say(f"{its.stage}: deleted {len(done.deleted)}, freed {size(done.num_bytes)}, {done.kept} left")
             for note in done.notes:
-                _say(f"[yellow]{note}[/yellow]")
+                say(note, style="yellow")
 
 
 @app.command()
@@ -157,76 +141,12 @@ def sweep(
         raise UserError(f"--older: {error}") from None
     for its in stage_stores(run, stage):
         found = plan_sweep(its.store, older_s)
-        for line in _orphans(found):
-            _say(line)
+        for note in found.notes:
+            say(note, style="yellow")
+        for line in orphans(found):
+            say(line)
         freed = found.num_bytes if dry_run else do(its.store, found)
-        _say(f"{its.stage}: {'would remove' if dry_run else 'removed'} {found.count} things, {size(freed)}")
-
-
-def table(its: "StageStore", found: "list[Listed]") -> "Table":
-    """The checkpoints of a stage, newest first."""
-    import time
-
-    from rich.table import Table
-
-    from truestep.ledger.words import duration, size
-
-    columns = ("step", "epoch", "size", "age", "verified", "drilled", "", "places")
-    made = Table(title=f"{its.stage}: {its.store.url}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in columns:
-        made.add_column(name, justify="right" if name in ("step", "epoch", "size", "age") else "left")
-    now = time.time()
-    for each in reversed(found):
-        age = "not recorded" if each.saved_s is None else duration(max(0.0, now - each.saved_s))
-        made.add_row(
-            f"{each.committed.step:,}",
-            str(each.committed.epoch),
-            size(each.num_bytes),
-            age,
-            each.standing.verified or "[dim]no[/dim]",
-            _drilled(each, now),
-            _signs(each),
-            ", ".join(each.places),
-        )
-    return made
-
-
-def _drilled(each: "Listed", now: float) -> str:
-    from truestep.ledger.words import duration
-
-    drill = each.standing.drilled
-    return f"{drill.facts.get('level', '')} {duration(max(0.0, now - drill.at_s))} ago" if drill else "[dim]no[/dim]"
-
-
-def _signs(each: "Listed") -> str:
-    from rich.markup import escape
-
-    its = each.standing
-    signs = ["[cyan]pinned[/cyan]"] if its.pinned else []
-    signs += [f"[red]quarantined[/red]: {escape(its.quarantined)}"] if its.quarantined is not None else []
-    signs += ["[yellow]deletion begun[/yellow]"] if its.deleting else []
-    return "; ".join(signs)
-
-
-def _fates(its: "StageStore", found: "list[Fate]") -> "Table":
-    from rich.table import Table
-
-    made = Table("step", "epoch", "", title=f"{its.stage}: {its.store.url}", title_justify="left", box=None)
-    for fate in reversed(found):
-        verdict = f"kept: {fate.kept}" if fate.kept else "[yellow]to be deleted[/yellow]"
-        made.add_row(f"{fate.committed.step:,}", str(fate.committed.epoch), verdict)
-    return made
-
-
-def _orphans(found: "Orphans") -> "Iterator[str]":
-    from truestep.ledger.words import size
-
-    yield from (f"[yellow]{note}[/yellow]" for note in found.notes)
-    yield from (f"{c.key}: a commit that no reader honours" for c in found.commits)
-    yield from (f"{folder}: {size(num_bytes)} without a commit" for folder, num_bytes in found.folders.items())
-    yield from (f"marks/{c.name}: of a checkpoint that is gone" for c in found.marks)
-    yield from (f"{name}: {size(num_bytes)} of a dead writer" for name, num_bytes in found.temporaries.items())
-    yield from (f"{upload.key}: an unfinished upload" for upload in found.uploads)
+        say(f"{its.stage}: {'would remove' if dry_run else 'removed'} {found.count} things, {size(freed)}")
 
 
 def _policy(its: "StageStore", keep: int | None, keep_every: int | None) -> "Policy":
@@ -257,28 +177,9 @@ def _one(run: Path, stage: str | None, step: int) -> "tuple[StageStore, Committe
     return its, its.find(step)
 
 
-def _say(text: str) -> None:
-    from rich.console import Console
+def _mark(run: Path, stage: str | None, step: int, kind: "Kind", done: str, **facts: str) -> None:
+    from truestep.checkpoint.marks import mark
 
-    Console(highlight=False, soft_wrap=True).print(text)
-
-
-def _print(what: "Table") -> None:
-    from rich.console import Console
-
-    Console(highlight=False).print(what)
-
-
-@contextmanager
-def _bar(name: str, num_bytes: int) -> "Iterator[Callable[[int], None]]":
-    """A progress bar over bytes, on a terminal; gives the function that advances it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as p:
-        task = p.add_task(name, total=num_bytes)
-        yield lambda count: p.update(task, advance=count)
+    its, committed = _one(run, stage, step)
+    mark(its.store, committed, kind, **facts)
+    say(f"{its.stage} step {step:,} {done}")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.common import assert_same
 from tests.checkpoint.disks import Recorder
+from tests.checkpoint.small import At
 from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed
 from truestep.checkpoint.checkpointer import Checkpointer, SaveResult
 from truestep.checkpoint.control import Group
@@ -122,19 +123,6 @@ def go_on(store: Store, before: Collection[int], step: int) -> None:
     check(store, {*before, step})
 
 
-class Numbered:
-    """An event hook that counts and acts at the k-th event (from 1)."""
-
-    def __init__(self, act: Callable[[], Any] = lambda: None, at: int = 0):
-        self.names: list[str] = []
-        self.act, self.at = act, at
-
-    def __call__(self, name: str) -> None:
-        self.names.append(name)
-        if len(self.names) == self.at:
-            self.act()
-
-
 def strike(number: int) -> Callable[[], None]:
     """Send oneself a signal: to the calling thread, which does not get any further before the process stops."""
     return lambda: signal.pthread_kill(threading.get_ident(), number)
@@ -147,7 +135,7 @@ class Forked:
         self,
         root: Path,
         steps: Collection[int],
-        events: Sequence[Numbered],
+        events: Sequence[At],
         *,
         disks: Sequence[Recorder | None] = (),
         deadline_s: float = 30.0,
@@ -165,7 +153,7 @@ class Forked:
             self.pids.append(pid)
             self.pipes.append(ours)
 
-    def _run(self, pipe: int, rank: int, world: int, event: Numbered, disk: Recorder | None) -> None:
+    def _run(self, pipe: int, rank: int, world: int, event: At, disk: Recorder | None) -> None:
         try:
             torch.set_num_threads(1)
             kv = dist.FileStore(f"{self.folder}.kv", world) if world > 1 else None

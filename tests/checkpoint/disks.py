@@ -5,7 +5,6 @@ once their folder was; nothing follows from the other. Of what is not safe anyth
 other, a file without its bytes, with zeros or with some of its pages.
 """
 
-import errno
 import itertools
 import os
 import random
@@ -184,8 +183,7 @@ def _folders(path: str) -> Iterator[str]:
 
 class Faulty(Disk):
     """Fails at calls by number (from 1): `faults` maps it to an error number, "short" (a write takes few bytes) or
-    "stuck" (the call waits until `freed` is set). `steady`: from that number on every call that changes something
-    fails."""
+    "stuck" (the call waits until `freed` is set). `steady`: from that number on every call fails."""
 
     def __init__(self, faults: dict[int, int | str] | None = None, steady: tuple[int, int] | None = None):
         self.faults, self.steady, self.count = faults or {}, steady, 0
@@ -244,6 +242,3 @@ class Faulty(Disk):
     def read(self, handle, out, start):
         few = self._call("read") == "short"
         return super().read(handle, out[:7] if few else out, start)
-
-
-ERRORS = [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS]

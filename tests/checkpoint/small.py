@@ -20,7 +20,8 @@ class At:
     """An event hook that counts, and acts once: at the k-th event (from 1), or at the first of a name."""
 
     def __init__(self, act: Callable[[], object] = lambda: None, k: int | str = 0):
-        self.names, self.act, self.k = [], act, k
+        self.names: list[str] = []
+        self.act, self.k = act, k
 
     def __call__(self, name: str) -> None:
         self.names.append(name)

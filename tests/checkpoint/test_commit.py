@@ -6,8 +6,9 @@ Processes that are killed: test_fire_crash.py. Power cuts: test_fire_disk.py.
 import pytest
 import torch
 
-from tests.checkpoint.attempts import Numbered, commits_of
+from tests.checkpoint.attempts import commits_of
 from tests.checkpoint.common import assert_same, full_state, one, save_one
+from tests.checkpoint.small import At, Crash, crash
 from truestep.checkpoint.catalogue import Catalogue, Committed, begin_epoch, list_committed, newest, read_catalogue
 from truestep.checkpoint.load import load, load_newest
 from truestep.checkpoint.verify import verify
@@ -15,14 +16,6 @@ from truestep.errors import CheckpointError, StorageError
 from truestep.storage.interface import silent
 from truestep.storage.local import LocalStore
 from truestep.storage.objects import ObjectStore
-
-
-class Crash(Exception):
-    """What a test raises in the middle of a protocol."""
-
-
-def _crash():
-    raise Crash
 
 
 def _assert_loadable_is_committed(store, states):
@@ -53,7 +46,7 @@ def _second_attempt(store):
 def _events_of_second_attempt(folder):
     store = LocalStore(folder)
     assert save_one(store, 1, full_state(1)).ok
-    store.event = counter = Numbered()
+    store.event = counter = At()
     assert _second_attempt(store).ok
     return counter.names
 
@@ -67,7 +60,7 @@ def test_c38_one_process_raises_at_sampled_events(tmp_path):
     for k in sorted({*range(1, len(names), 4), commit - 1, commit, commit + 1, len(names)}):
         store = LocalStore(tmp_path / str(k))
         assert save_one(store, 1, states[1]).ok
-        store.event = Numbered(_crash, at=k)
+        store.event = At(crash, k)
         try:
             ok = _second_attempt(store).ok
         except Crash:
@@ -86,7 +79,7 @@ def test_c48_which_is_the_newest(tmp_path):
     for step in (900, 1000):
         assert checkpointer.save(step, {"w": torch.tensor([float(step)])}, {}, asynchronous=False).result().ok
     for step in (1100, 1200):  # data and manifest are there, the commit is not
-        store.event = lambda name: _crash() if name == "commit to be created" else None
+        store.event = lambda name: crash() if name == "commit to be created" else None
         assert not checkpointer.save(step, {"w": torch.tensor([float(step)])}, {}, asynchronous=False).result().ok
     checkpointer.close()
     (tmp_path / "commits" / "latest").write_text("step_800")  # a stray pointer means nothing
@@ -199,7 +192,7 @@ def test_a_commit_between_the_look_and_the_epoch_is_not_lost(tmp_path):
 def test_an_attempt_that_died_before_it_said_what_it_honours_changes_nothing(tmp_path):
     store, dead = LocalStore(tmp_path), LocalStore(tmp_path)
     assert save_one(store, 1, full_state(1)).ok
-    dead.event = lambda name: _crash() if name == "epoch to be created" else None
+    dead.event = lambda name: crash() if name == "epoch to be created" else None
     with pytest.raises(Crash):
         begin_epoch(dead)
     assert read_catalogue(store) == Catalogue([Committed(1, 1)], [], 1)

@@ -7,9 +7,10 @@ import threading
 import pytest
 import torch
 
-from tests.checkpoint.attempts import BLOCK_BYTES, Forked, Numbered, attempt, blank, check, same, strike
+from tests.checkpoint.attempts import BLOCK_BYTES, Forked, attempt, blank, check, same, strike
 from tests.checkpoint.common import assert_same, one
 from tests.checkpoint.memory import MemoryStore
+from tests.checkpoint.small import At
 from truestep.checkpoint.catalogue import Committed, list_committed, newest
 from truestep.checkpoint.load import Mismatch, load, load_newest
 from truestep.storage.disk import Disk
@@ -93,7 +94,7 @@ def test_c41_tied_tensors_of_a_save_that_is_cut_off(tmp_path, k):
     def stop():
         raise KeyboardInterrupt
 
-    store.event = Numbered(stop, k)
+    store.event = At(stop, k)
     with contextlib.suppress(KeyboardInterrupt):
         _save_tied(store, 2, 2.0)
     store.event = lambda name: None
@@ -112,7 +113,7 @@ def test_c48_steps_and_attempts_are_numbers(tmp_path):
     done = set()
     for number, step in enumerate([9, 10, 99, 100, 1000, 1001, 99_999, 100_000, 1_000_000, 1_000_001], 1):
         if number % 3 == 0:  # one that dies before its commit
-            ranks = Forked(store.root, [step + 1], [Numbered(strike(signal.SIGKILL), 30)])
+            ranks = Forked(store.root, [step + 1], [At(strike(signal.SIGKILL), 30)])
             assert ranks.wait(0) == -signal.SIGKILL
             ranks.end()
         resumed, (saved,) = attempt(store, [step])
@@ -147,7 +148,7 @@ def test_c40_a_load_that_is_killed_changes_nothing_on_disk(tmp_path):
     """At any event of a load; the next one finds what was there."""
     store = LocalStore(tmp_path / "run")
     assert attempt(store, [1])[1][0].ok
-    counted = Numbered()
+    counted = At()
     load_newest(LocalStore(store.root, counted), blank())
     before = {entry.key: store.get(entry.key) for entry in store.list()}
     for k in range(1, len(counted.names) + 1):
@@ -157,7 +158,7 @@ def test_c40_a_load_that_is_killed_changes_nothing_on_disk(tmp_path):
 
         targets = blank()
         with pytest.raises(KeyboardInterrupt):
-            load_newest(LocalStore(store.root, Numbered(stop, k)), targets)
+            load_newest(LocalStore(store.root, At(stop, k)), targets)
         if counted.names[k - 1].endswith(("read", "blocks verified")):
             same(targets, 999)
     assert {entry.key: store.get(entry.key) for entry in store.list()} == before

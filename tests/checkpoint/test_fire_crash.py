@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from tests.checkpoint.attempts import Forked, Numbered, attempt, check, commits_of, go_on, strike
+from tests.checkpoint.attempts import Forked, attempt, check, commits_of, go_on, strike
+from tests.checkpoint.small import At
 from truestep.checkpoint.catalogue import Committed
 from truestep.storage.local import LocalStore
 
@@ -21,7 +22,7 @@ def _committed_once(folder):
 
 def _events(folder, world):
     """The events of every rank of an attempt that nobody disturbs."""
-    ranks = Forked(_committed_once(folder), [2], [Numbered() for _ in range(world)])
+    ranks = Forked(_committed_once(folder), [2], [At() for _ in range(world)])
     said = [ranks.said(rank) for rank in range(world)]
     ranks.end()
     for ended, _, _ in said:
@@ -33,7 +34,7 @@ def _events(folder, world):
 
 def _killed(folder, world, victim, k):
     """The steps that are there after `victim` was killed at its k-th event. All survivors go on for a moment."""
-    events = [Numbered(strike(signal.SIGKILL), k) if rank == victim else Numbered() for rank in range(world)]
+    events = [At(strike(signal.SIGKILL), k) if rank == victim else At() for rank in range(world)]
     ranks = Forked(_committed_once(folder), [2], events)
     assert ranks.wait(victim) == -signal.SIGKILL
     told = [ended[0] for ended in ranks.end(GRACE_S) if ended is not None]

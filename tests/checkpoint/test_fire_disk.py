@@ -5,9 +5,10 @@ import random
 
 import pytest
 
-from tests.checkpoint.attempts import Forked, Numbered, attempt, check, go_on
+from tests.checkpoint.attempts import Forked, attempt, check, go_on
 from tests.checkpoint.disks import PowerCut, Recorder
 from tests.checkpoint.memory import MemoryStore, PowerOff
+from tests.checkpoint.small import At
 from truestep.storage.local import LocalStore
 
 RUN = "new/run"
@@ -121,7 +122,7 @@ def test_power_cut_after_a_kill_at_any_call(tmp_path):
 def _several(folder, world, limit, every):
     calls = recorded(folder, [[1]])
     disks = [Recorder(rank + 1) for rank in range(world)]
-    ranks = Forked(folder / RUN, [2], [Numbered() for _ in disks], disks=disks)
+    ranks = Forked(folder / RUN, [2], [At() for _ in disks], disks=disks)
     said = [ranks.said(rank) for rank in range(world)]
     ranks.end()
     assert all(saved.ok for (_, (saved,)), _, _ in said)

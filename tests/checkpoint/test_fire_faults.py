@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.attempts import BLOCK_BYTES, attempt, blank, check, cut, extra, go_on, same, state
-from tests.checkpoint.disks import ERRORS, Faulty
+from tests.checkpoint.disks import Faulty
 from tests.checkpoint.memory import MemoryStore, PowerOff, Requests
 from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed
 from truestep.checkpoint.checkpointer import Checkpointer
@@ -68,7 +68,7 @@ def _faults(folder, choose):
     names, before = _calls_of_a_save(folder / "undisturbed")
     found = []
     for n, name in enumerate(names):
-        faults = [*ERRORS, "short"] if name in ("write", "read") else ERRORS
+        faults = [*SAID, "short"] if name in ("write", "read") else [*SAID]
         for fault in choose(n, faults):
             well = try_fault(folder / f"{n}-{fault}", before + n + 1, fault)
             assert well == (fault == "short"), f"{fault} in call {n}, {name}"
@@ -113,8 +113,7 @@ def test_a_name_that_may_not_survive_is_no_success(tmp_path):
 
 
 def test_a_full_disk_for_a_while(tmp_path):
-    """Every call fails from some time on, then none: nothing but the saves of that time is missing, and nothing lies
-    about that fills the disk up."""
+    """Every call fails from some time on, then none: nothing but the saves of that time is missing."""
     disk = Faulty()
     store = LocalStore(tmp_path, disk=disk)
     checkpointer = _checkpointer(store)

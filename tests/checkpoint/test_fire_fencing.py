@@ -11,7 +11,8 @@ import uuid
 
 import pytest
 
-from tests.checkpoint.attempts import Forked, Numbered, attempt, check, commits_of, strike
+from tests.checkpoint.attempts import Forked, attempt, check, commits_of, strike
+from tests.checkpoint.small import At
 from truestep.checkpoint.catalogue import Committed, begin_epoch, list_committed
 from truestep.storage.local import LocalStore
 from truestep.storage.objects import ObjectStore
@@ -25,7 +26,7 @@ def _committed_once(folder):
 
 
 def _undisturbed(folder):
-    ranks = Forked(_committed_once(folder), [2], [Numbered()])
+    ranks = Forked(_committed_once(folder), [2], [At()])
     (_, (saved,)), names, _ = ranks.said(0)
     ranks.end()
     assert saved.ok
@@ -35,7 +36,7 @@ def _undisturbed(folder):
 def try_zombie(folder, k):
     """The second attempt is stopped at its k-th event, the third one saves step 3, then the second goes on. What the
     second said, and whether its step 2 counts."""
-    zombie = Forked(_committed_once(folder), [2], [Numbered(strike(signal.SIGSTOP), k)])
+    zombie = Forked(_committed_once(folder), [2], [At(strike(signal.SIGSTOP), k)])
     _, status = os.waitpid(zombie.pids[0], os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     store = LocalStore(folder)
@@ -82,8 +83,8 @@ def test_a_process_stopped_at_any_event_goes_on_after_another_attempt(tmp_path):
 def test_one_of_two_ranks_is_stopped(tmp_path, victim):
     """The other one waits, and both are told, when they look, that their attempt is over."""
     _committed_once(tmp_path / "run")
-    events = [Numbered(), Numbered()]
-    events[victim] = Numbered(strike(signal.SIGSTOP), 12 if victim else 30)
+    events = [At(), At()]
+    events[victim] = At(strike(signal.SIGSTOP), 12 if victim else 30)
     zombies = Forked(tmp_path / "run", [2], events)
     _, status = os.waitpid(zombies.pids[victim], os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -127,11 +128,12 @@ def test_attempts_that_begin_at_the_same_time(tmp_path):
 
 SCRIPT = """
 import os, pickle, signal, sys
-from tests.checkpoint.attempts import Numbered, attempt, strike
+from tests.checkpoint.attempts import attempt, strike
+from tests.checkpoint.small import At
 from truestep.storage.objects import ObjectStore
 url, options, stops = pickle.loads(bytes.fromhex(sys.argv[1]))
 for k in stops:
-    store = ObjectStore(f"{url}/{k}", options, Numbered(strike(signal.SIGSTOP), k))
+    store = ObjectStore(f"{url}/{k}", options, At(strike(signal.SIGSTOP), k))
     _, (saved,) = attempt(store, [2])
     print(saved.ok, saved.superseded, saved.error, flush=True)
 """
@@ -140,7 +142,7 @@ for k in stops:
 def _s3_events(seaweed, url):
     store = ObjectStore(f"{url}/undisturbed", seaweed.options)
     assert attempt(store, [1])[1][0].ok
-    store.event = names = Numbered()
+    store.event = names = At()
     assert attempt(store, [2])[1][0].ok
     return names.names
 

@@ -12,6 +12,7 @@ from tests.stages.test_run import same_bits, weights
 from truestep.cli import verbs
 from truestep.runlog.log import read
 from truestep.sentinel.inject import VARIABLE
+from truestep.stages.recorded import recorded
 
 WATCHFUL = {"digest_share": 1.0, "replay_share": 1.0, "sweep_every": 1}
 
@@ -55,3 +56,10 @@ def test_a_flipped_bit_leaves_no_trace_in_the_weights(tmp_path, monkeypatch, wor
     (decision,) = [r.data for r in read(hit) if r.kind == "decision"]
     assert (decision.action, decision.to_step, decision.left_out) == ("roll back", back_to, [])
     assert same_bits(weights(hit), weights(plain))
+    assert digests(hit) == digests(plain) and set(digests(plain)) == set(range(1, 16))
+
+
+def digests(run_dir: Path) -> dict[int, tuple[str | None, str | None]]:
+    """Of gradient and state, after each step that the run stands on and that has them."""
+    done = recorded(run_dir).steps.items()
+    return {step: (one.gradient, one.state) for step, one in done if one.state is not None}

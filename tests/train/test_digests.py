@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import small_run
+from tests import small_run, tiny
 from tests.dist import run_job
 from truestep.checkpoint.catalogue import newest, read_manifest
 from truestep.cli import verbs
@@ -10,7 +10,7 @@ from truestep.numerics.fingerprint import combined
 from truestep.runlog.digests import read_digests
 from truestep.runlog.log import read
 from truestep.storage.store import open_store
-from truestep.train.digests import EXTRA
+from truestep.train.digests import EXTRA, Digests
 
 
 def _carry_out(rank, world, body, *overrides):
@@ -66,3 +66,14 @@ def test_a_checkpoint_says_what_was_in_memory(runs):
         assert committed is not None and committed.step == 4
         said = read_manifest(store, committed).extra[EXTRA]
         assert combined(said, said.values()) == _logged(runs / name)[-1][2]
+
+
+def test_a_state_that_was_put_back_is_looked_at_anew():
+    """After a roll-back the same step may come again with another state, without another digest in between."""
+    state = tiny.state(tiny.job())
+    state.digests = Digests("base", state.job, state.parallel.gradients, state.tensors)
+    before = dict(state.digests.state(0))
+    state.tensors()["model.embed.weight"].local.zero_()
+    state.restore(state.extra())
+    after = state.digests.state(0)
+    assert [name for name in before if after[name] != before[name]] == ["model.embed.weight"]

@@ -131,7 +131,6 @@ def restore(context: Context, parts: Parts, plan: Plan, found: Recorded | None) 
             loaded = load(store, committed, tensors, group=group)
             state.restore(loaded.extra)
             parts.loader.restore(state.loader)
-            state.digests.forget()
             problem = _damage(state.digests.state(state.step), loaded.extra.get(EXTRA), found, state.step)
             problem = job.agree(f"sound/{key}", lambda problem=problem: problem)
             if problem:

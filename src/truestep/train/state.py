@@ -109,6 +109,8 @@ class TrainState:
         self.scaler.load_state(extra["scaler"])
         self.spikes.load_state(extra["spikes"])
         self.parallel.updated()
+        if self.digests is not None:
+            self.digests.forget()
 
 
 def _state_piece(value: torch.Tensor, parameter: Piece) -> Piece:

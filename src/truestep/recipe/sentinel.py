@@ -42,6 +42,14 @@ class Sentinel(Section):
         help="share of steps of which every rank computes a microbatch of another one again, to compare bits; "
         "1: all microbatches of all steps",
     )
-    invariants: bool = field(True, help="ties and replicas equal, learning rate as scheduled, no parameter left out")
-    check_host: bool = field(True, help="at start, a product and a memory test with known bits, and one of each link")
+    invariants: bool = field(
+        True,
+        help="at the first update, and with each sweep: learning rate as scheduled, no parameter left out, all of them "
+        "finite, tied ones equal",
+    )
+    check_host: bool = field(
+        True,
+        help="at start, a product and a memory test with known bits, and one of each link; the first two also after "
+        "each evaluation",
+    )
     spikes: Spikes = field(Spikes(), help="outliers of loss and gradient norm")

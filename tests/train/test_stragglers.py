@@ -193,5 +193,5 @@ def test_without_a_supervisor_it_is_only_said(tmp_path, capfd):
     assert run_job(_slowed, 2, body, 0) == ["finished"] * 2
     run_dir = tmp_path / "runs" / "said"
     assert [fault.rank for fault in records(run_dir, "fault") if fault.kind == "straggler"] == [0]
-    assert not [one for one in records(run_dir, "decision") if one.action in ("rebalance", "evict")]
+    assert records(run_dir, "decision") == []
     assert "nothing can take its place" in capfd.readouterr().out

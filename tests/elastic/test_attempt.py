@@ -65,6 +65,11 @@ def test_sigterm_after_a_failure_is_an_echo_and_before_it_is_not():
     assert first.verdict() == "broken" and first.fault is not None and first.fault.host == "a"
 
 
+def test_a_gate_that_did_not_pass_stays_one_where_torchrun_ends_the_others():
+    found = attempt(("end", 1, 1), ("end", 0, -signal.SIGTERM), ("end", 2, 1))
+    assert found.verdict() == "gate" and found.fault is None
+
+
 def test_ranks_that_were_condemned_prove_nothing():
     found = attempt(("end", 0, 2))
     assert found.condemn() == {1, 2}

@@ -119,7 +119,7 @@ class Attempt:
             return "again"
         if REFUSED in codes:
             return "refused"
-        if self.waiting or self.echoes:
+        if self.fault is not None:
             return "broken"
         return "gate" if GATE in codes else "ended"
 

@@ -8,7 +8,7 @@ to do in JSON lines on the socket that it was given, and tells what became of it
     → {"signal": 15, "to": 7}                                            ← {"ended": 7, "code": -15}
 
 When the other end is closed it ends; its children have a lifeline of their own (truestep.elastic.lifeline). A child
-goes on as `python -m MODULE ARGUMENTS...` would, and ends as that would.
+goes on as `python -m MODULE ARGUMENTS...` would.
 """
 
 import atexit
@@ -25,6 +25,8 @@ import threading
 import traceback
 from dataclasses import dataclass, field
 from typing import Any
+
+from truestep.elastic.attempt import CRASHED
 
 PRELOAD = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "truestep.stages.run")
 """What training imports; the first two import themselves late, when they are used."""
@@ -117,14 +119,16 @@ def main() -> None:
 
 
 def _run(module: str) -> int:
-    """Run a module as `python -m` does; its exit code."""
+    """Run a module as `python -m` does; its exit code, where that of an error of the program is none of a gate."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:  # before the command line takes it
+        return 128 + signal.SIGINT
     except BaseException:
         traceback.print_exc()
-        return 1
+        return CRASHED
     return 0
 
 

@@ -186,7 +186,7 @@ class Agent:
         code, text, born, left = 70, "", _held(), []
         ask = orders.Orders.ask
 
-        def asking(own: orders.Orders, why: orders.Left) -> Place | None:
+        def asking(own: orders.Orders, why: str) -> Place | None:
             left.append([now - before for now, before in zip(_held(), born)])
             return ask(own, why)
 

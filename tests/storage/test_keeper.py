@@ -148,7 +148,7 @@ def test_a_keeper_outlives_killed_workers_and_ends_with_its_starter():
     assert ready.wait(20) and worker.pid
     os.kill(worker.pid, signal.SIGKILL)
     worker.join()
-    store = KeeperStore(keeper.address, keeper.variables["TRUESTEP_KEEPER_TOKEN"], "run/base")
+    store = KeeperStore(keeper.address, "secret", "run/base")
     assert [entry.key for entry in store.list()] == ["steps/1/a"] and store.get("steps/1/a") == b"kept"
     keeper.close()
     assert keeper.process.returncode == 0

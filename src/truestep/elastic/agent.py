@@ -4,18 +4,17 @@ The supervisor calls the agent of its own machine directly; on other machines `t
 same orders and events go over a wire (truestep.elastic.wire). Both are mappings that JSON can carry:
 
     start    serial, ranks [{rank, host}], world, node, nodes, address and port (of rank 0), mine (this machine's
-             address for the others), variables, regroup
+             address for the others), alone (whether no other machine can join), variables, regroup
     dump     into                       write down what every worker is doing
     signal   number, ranks (None: all)
     ended    serial, rank, code, step   a worker ended
     waiting  serial, rank, why          a worker left its broken group and waits for a new one
-    beat     port (free for the next group), rows (of the counters), now_ns
+    beat     port (free for the next group), rows (of the counters)
 """
 
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +24,15 @@ from truestep.elastic import stacks
 from truestep.elastic.attempt import crash
 from truestep.elastic.interfaces import interface_of
 from truestep.elastic.keeper import Keeper
-from truestep.elastic.ports import free_port
+from truestep.elastic.ports import LOOPBACK, free_port
 from truestep.elastic.starts import STARTS, Ended, Nodes, Start, Work
 from truestep.elastic.waiting import Door
 from truestep.elastic.watcher import observed
+from truestep.parallel.orders import VARIABLE as ORDERS
 from truestep.runlog import counters
-from truestep.storage.keeper import TOKEN
+from truestep.storage.keeper import ADDRESS, TOKEN
 
-ORDERS, SUPERVISED, INTERFACE = "TRUESTEP_ORDERS", "TRUESTEP_SUPERVISED", "GLOO_SOCKET_IFNAME"
+SUPERVISED, INTERFACE = "TRUESTEP_SUPERVISED", "GLOO_SOCKET_IFNAME"
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Agent:
         pids = set(self._start.pids().values())
         rows = counters.read(self._counters) if self._counters.exists() else []
         alive = observed([row for row in rows if row["pid"] in pids])
-        return {"is": "beat", "port": free_port(), "rows": alive, "now_ns": time.monotonic_ns()}
+        return {"is": "beat", "port": free_port(), "rows": alive}
 
     def pids(self) -> dict[int, int]:
         """Process identifiers of the workers by rank."""
@@ -128,8 +128,9 @@ class Agent:
 
     def _step_of(self, worker: _Worker) -> int | None:
         """The last step that a worker counted, if it got that far."""
-        rows = counters.read(self._counters)
-        return next((row["step"] for row in rows if row["pid"] and row["rank"] == worker.rank), None)
+        rows = [row for row in counters.read(self._counters) if row["pid"] and row["rank"] == worker.rank]
+        newest = max(rows, key=lambda row: row["beat_ns"], default=None)  # others had this rank in earlier groups
+        return None if newest is None else newest["step"]
 
     def _begin(self, order: dict[str, Any]) -> None:
         """Give the ranks to workers that wait, if that is ordered, and start what is missing."""
@@ -182,6 +183,7 @@ class Agent:
             "master_addr": order["address"],
             "master_port": order["port"],
             "interface": _interface(order),
+            "keeper": self._keeper(worker.host, order).get(ADDRESS),
         }
 
     def _variables(self, worker: _Worker, order: dict[str, Any]) -> dict[str, str]:
@@ -206,16 +208,15 @@ class Agent:
         return {**os.environ, **order["variables"], **{name: str(value) for name, value in mine.items()}}
 
     def _keeper(self, host: str, order: dict[str, Any]) -> Mapping[str, str]:
-        """Where this host keeps checkpoints in memory, if the supervisor gave a token for that. A keeper outlives every
-        worker, and is started anew if it is gone itself."""
+        """Where this host keeps checkpoints in memory, if the supervisor gave a token for that: the address by which
+        this group reaches it. A keeper outlives every worker and group, and is started anew if it is gone itself."""
         token = order["variables"].get(TOKEN)
         if token is None:
             return {}
         keeper = self._keepers.get(host)
         if keeper is None or keeper.process.poll() is not None:
-            listen = "127.0.0.1" if order["address"].startswith("127.") else "0.0.0.0"
-            keeper = self._keepers[host] = Keeper(token, listen)
-        return keeper.variables
+            keeper = self._keepers[host] = Keeper(token, LOOPBACK if order["alone"] else "")
+        return {ADDRESS: f"{order['mine']}:{keeper.port}", TOKEN: token}
 
 
 def _interface(order: dict[str, Any]) -> str | None:

@@ -4,22 +4,20 @@
 
 It holds the objects of the two step folders that came last (the newest checkpoint, and the one that is being written),
 never more bytes than its limit, and says so if a folder does not fit. An object is there whole or not at all. The
-process prints its address and ends when its standard input does: with whoever started it, not with a worker.
+process prints its port and ends when its standard input does: with whoever started it, not with a worker.
 """
 
-import json
 import os
 import secrets
-import socket
 import socketserver
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any, BinaryIO, cast
 
+from truestep.elastic.ports import LOOPBACK
 from truestep.errors import UserError
-from truestep.storage.keeper import ADDRESS, TOKEN, fill, proof, receive, send
+from truestep.storage.keeper import TOKEN, fill, proof, receive, send
 
 LIMIT = "TRUESTEP_KEEPER_BYTES"
 FOLDERS = 2
@@ -191,9 +189,9 @@ def half_of_memory() -> int:
 
 
 class Keeper:
-    """A keeper's process, for whoever starts the workers; `variables` go into their environment."""
+    """A keeper's process, for whoever starts the workers. It listens at `host` of this machine ("": everywhere)."""
 
-    def __init__(self, token: str, host: str = "127.0.0.1", limit_bytes: int | None = None):
+    def __init__(self, token: str, host: str = LOOPBACK, limit_bytes: int | None = None):
         mine = {TOKEN: token, LIMIT: str(limit_bytes or half_of_memory())}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "truestep.elastic.keeper", host],
@@ -206,12 +204,13 @@ class Keeper:
         line = self.process.stdout.readline()
         if not line:
             self.close()
-            raise UserError(f"the keeper of memory checkpoints did not start on {host}; set checkpoint.memory = false")
-        self.address, self.token = str(json.loads(line)["address"]), token
+            raise UserError("the keeper of memory checkpoints did not start; set checkpoint.memory = false")
+        self.port = int(line)
 
     @property
-    def variables(self) -> Mapping[str, str]:
-        return {ADDRESS: self.address, TOKEN: self.token}
+    def address(self) -> str:
+        """Where this machine reaches it."""
+        return f"{LOOPBACK}:{self.port}"
 
     def close(self) -> None:
         """End the process; what it holds is gone."""
@@ -226,12 +225,11 @@ class Keeper:
 
 
 def main() -> None:
-    host = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1"
+    host = sys.argv[1] if len(sys.argv) > 1 else LOOPBACK
     token, limit_bytes = os.environ.pop(TOKEN), int(os.environ.pop(LIMIT))
     with KeeperServer(host, token, limit_bytes) as server:
         threading.Thread(target=server.serve_forever, name="serve", daemon=True).start()
-        outer = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
-        print(json.dumps({"address": f"{outer}:{server.address.rpartition(':')[2]}"}), flush=True)
+        print(server.server_address[1], flush=True)
         sys.stdin.buffer.read()  # until whoever started this is gone
         server.shutdown()
 

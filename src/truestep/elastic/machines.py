@@ -49,7 +49,7 @@ class Machine(Protocol):
         ...
 
     def rows(self) -> list[dict[str, int]]:
-        """The counters of its workers, with `age_ns` since the last sign of life as they were read."""
+        """The counters of its workers, as of the last sign of life."""
         ...
 
     def lost(self) -> str | None:
@@ -88,7 +88,7 @@ class Here:
         return free_port()
 
     def rows(self) -> list[dict[str, int]]:
-        return _aged(self.agent.beat())
+        return self.agent.beat()["rows"]
 
     def lost(self) -> str | None:
         return None
@@ -139,7 +139,7 @@ class There:
         return port
 
     def rows(self) -> list[dict[str, int]]:
-        return _aged(self._beat) if self._beat else []
+        return self._beat.get("rows", [])
 
     def lost(self) -> str | None:
         if self.wire.broken:
@@ -159,10 +159,6 @@ class There:
     def close(self) -> None:
         self.wire.send({"do": "bye"})
         self.wire.finish()
-
-
-def _aged(beat: dict[str, Any]) -> list[dict[str, int]]:
-    return [row | {"age_ns": beat["now_ns"] - row["beat_ns"]} for row in beat["rows"]]
 
 
 class Hub:

@@ -1,6 +1,8 @@
-"""A free port of this machine. Torch-free."""
+"""Where to listen on this machine. Torch-free."""
 
 import socket
+
+LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:

@@ -8,8 +8,7 @@ from typing import Any
 from truestep.elastic.events import Events
 from truestep.elastic.machines import Hub, Machine, There
 from truestep.elastic.members import Group, Members
-
-LOOPBACK = "127.0.0.1"
+from truestep.elastic.ports import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ class Roster:
                 "address": address,
                 "port": port,
                 "mine": self._address(group, machine.name),
+                "alone": self.hub is None,
                 "regroup": in_place,
                 "variables": dict(variables),
             }

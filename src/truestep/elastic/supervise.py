@@ -40,7 +40,7 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
         usual=ranks,
         spares=elastic.spares,
     )
-    hub = _hub(recipe, start, regroup, variables) if elastic.listen else None
+    hub = _hub(recipe, start, regroup) if elastic.listen else None
     hosts = hosts_here(os.environ, ranks + elastic.spares)
     agent = Agent(hosts, start, ["run", str(file)], regroup)
     here = Here(agent)
@@ -51,7 +51,7 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
     return Supervisor(events, members, roster, dict(variables), warnings, hangs, regroup).run()
 
 
-def _hub(recipe: Recipe, start: str, regroup: bool, variables: Mapping[str, str]) -> Hub:
+def _hub(recipe: Recipe, start: str, regroup: bool) -> Hub:
     """Where other machines join; the token lies beside the run's directory, made here if it is not there."""
     assert recipe.machine.elastic.listen is not None
     file = Path(recipe.run.dir).expanduser() / f".{recipe.run.name}.token"
@@ -59,7 +59,7 @@ def _hub(recipe: Recipe, start: str, regroup: bool, variables: Mapping[str, str]
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
             token.write(secrets.token_hex(32) + "\n")
     welcome = {"do": "welcome", "recipe": dump(recipe), "start": start, "regroup": regroup}
-    hub = Hub(recipe.machine.elastic.listen, read_token(file), welcome | {"variables": dict(variables)})
+    hub = Hub(recipe.machine.elastic.listen, read_token(file), welcome)
     print(f"supervisor: others join with: truestep node {_address(recipe, hub)} --token-file {file}", flush=True)
     return hub
 

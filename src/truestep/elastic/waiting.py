@@ -1,6 +1,6 @@
 """Where a worker whose group broke waits for its place in a new one. Torch-free.
 
-Both sides say one line (truestep.parallel.orders): the worker who it was and why it left, the agent its new place.
+Both sides say one line (truestep.parallel.orders): the worker why it left, the agent its new place.
 """
 
 import contextlib

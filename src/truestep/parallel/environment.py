@@ -6,12 +6,13 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from truestep.errors import UserError
+from truestep.storage.keeper import ADDRESS
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place in its job. `master`: address and port of its store, `interface`: of the network to the
-    others, where the environment does not say."""
+    """This process's place in its job. Where the environment does not say: `master`, address and port of its store;
+    `interface`, of the network to the others; `keeper`, address of its host's keeper of checkpoints in memory."""
 
     rank: int
     world: int
@@ -20,6 +21,7 @@ class Place:
     launcher: str
     master: tuple[str, int] | None = None
     interface: str | None = None
+    keeper: str | None = None
 
 
 def place(environ: Mapping[str, str]) -> Place | None:
@@ -54,6 +56,8 @@ def rendezvous_variables(environ: MutableMapping[str, str], job: Place) -> None:
         environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the store of a torchrun is that of its first group
     if job.interface is not None:
         environ["GLOO_SOCKET_IFNAME"] = job.interface
+    if job.keeper is not None:
+        environ[ADDRESS] = job.keeper
     if "MASTER_ADDR" not in environ:
         nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
         if not nodes:

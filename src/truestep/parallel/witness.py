@@ -16,6 +16,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from truestep.files import publish
+
 VARIABLE, ASK = "TRUESTEP_DUMPS", "ask"
 LOOK_S = 0.5
 
@@ -47,7 +49,7 @@ class Witness:
         while not self._over.wait(LOOK_S):
             asked = (self._folder / ASK).exists()
             if asked and not answered:
-                _write(self._folder / f"{os.getpid()}.flight", flight_record())
+                publish(self._folder / f"{os.getpid()}.flight", flight_record())
             answered = asked
 
 
@@ -59,9 +61,3 @@ def flight_record() -> bytes:
     if dist.is_nccl_available():
         found["nccl"] = json.loads(private._dump_nccl_trace_json())
     return json.dumps(found).encode()
-
-
-def _write(file: Path, data: bytes) -> None:
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.rename(file)

@@ -15,7 +15,7 @@ from truestep.files import publish
 from truestep.parallel.environment import Place
 from truestep.parallel.groups import forget_meshes
 from truestep.parallel.job import Job, join
-from truestep.parallel.orders import Left, Orders
+from truestep.parallel.orders import Orders
 from truestep.parallel.witness import Witness
 from truestep.recipe.digests import bits, what, where
 from truestep.recipe.recipe import Recipe
@@ -60,12 +60,12 @@ def _attempts(recipe: Recipe, here: Place | None, command: str) -> str:
         except Lost as end:
             if orders is None or here is None:
                 raise
-            left = Left(os.getpid(), here.rank, here.local_rank, str(end))
+            why = str(end)
         _let_go()
         launched = time.time()
-        here = orders.ask(left)
+        here = orders.ask(why)
         if here is None:
-            raise Lost(left.why)
+            raise Lost(why)
 
 
 def _let_go() -> None:

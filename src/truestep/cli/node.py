@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from truestep.elastic.lifeline import die_with_launcher
 from truestep.elastic.node import Node
 from truestep.elastic.wire import read_token
 
@@ -20,4 +21,5 @@ def node(
 
     SIGTERM, SIGUSR1 or Ctrl-C: the run saves a checkpoint and goes on without this machine.
     """
+    die_with_launcher()
     Node(supervisor, read_token(token_file), processes).run()

@@ -1,7 +1,7 @@
 """How many failures hosts, and the run as a whole, may still have; old ones are forgotten by half. Torch-free.
 
-The budget lies in `<run>/elastic/state.json`, so that it outlives the supervisor: a run that some outer loop starts
-again and again does not get a new budget each time.
+The budget lies in `<run>/elastic/state.json`, so that it outlives the supervisor: where some outer loop starts a run
+again and again, each host gets one more chance each time, and not a new budget.
 """
 
 import json

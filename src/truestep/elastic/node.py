@@ -102,8 +102,7 @@ class Node:
                     return True
                 if order["do"] == "refuse":
                     return self._refused(order["why"])
-                if order["do"] == "start" and not self._joined:
-                    self._joined = True
+                self._joined = True
                 agent.follow(order)
             if broken:
                 return self._leaving

@@ -18,9 +18,7 @@ class Warnings:
     notice: Path | None = None
     _heard: list[int] = field(default_factory=list)
     _interrupts: int = 0
-
-    def __post_init__(self):
-        self._told = False
+    _told: bool = False  # of the notice
 
     @property
     def twice(self) -> bool:

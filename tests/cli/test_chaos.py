@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import small_run
+from tests.dist import free_port
 from tests.refusals import truestep, write_recipe
 from truestep.elastic.chaos import Storm, checkpoint_folders
 from truestep.recipe.chaos import Chaos, Fault, load_plan
@@ -34,7 +35,7 @@ def test_a_kill_and_a_corrupted_checkpoint(capsys, recipe, tmp_path, monkeypatch
     """The newest checkpoint is damaged, then a rank dies: it is named, the damaged one is passed over, and the run ends
     with the right model."""
     monkeypatch.setenv("COLUMNS", "250")
-    text = '[[faults]]\nkind = "corrupt"\nstep = 11\n' + KILL.replace("6", "12")
+    text = 'hosts = ["a", "b"]\n[[faults]]\nkind = "corrupt"\nstep = 11\n' + KILL.replace("6", "12")
     ended = truestep(capsys, "chaos", recipe, "--plan", plan_of(tmp_path, text))
     assert ended.code == 0, ended.out + ended.err
     assert "2 of 2 faults as expected; the run ended with exit code 0" in ended.out
@@ -45,8 +46,8 @@ def test_a_kill_and_a_corrupted_checkpoint(capsys, recipe, tmp_path, monkeypatch
     page = (run_dir / "chaos.html").read_text()
     assert "2 of 2 faults as expected" in page and "SIGKILL of rank 1" in page and "<svg" in page
     log = [record.data for record in read(run_dir)]
-    named = [data.rank for data in log if type(data).__name__ == "Fault" and data.kind == "exit"]
-    assert named == [1] and verify(run_dir).records > 0
+    named = [(data.rank, data.host) for data in log if type(data).__name__ == "Fault" and data.kind == "exit"]
+    assert named == [(1, "b")] and verify(run_dir).records > 0
     truestep(capsys, "chaos", recipe, "--plan", tmp_path / "plan.toml").refused("holds a run already", "run.name=")
 
 
@@ -160,6 +161,15 @@ def test_flips_are_written_as_the_injector_reads_them(recipe, tmp_path):
     storm._poll(planned, [])
     assert planned[1].injection.host == "host1" and planned[1].injection.step == 3 and planned[2].waiting
     assert json.loads((tmp_path / "flips.json").read_text())["faults"][0]["sticky"] is False
+
+
+def test_what_takes_longer_than_the_plan_allows_is_ended(recipe, tmp_path):
+    (tmp_path / "token").write_text("0123456789abcdef")
+    waits = ["node", f"127.0.0.1:{free_port()}", "--token-file", str(tmp_path / "token")]  # nobody is there
+    plan = Chaos.model_validate({"deadline": "1500ms", "faults": [{"kind": "kill", "rank": 0, "step": 1}]})
+    ended = Storm(load(str(recipe)), waits, plan).carry_out()
+    assert ended.late and ended.injections[0].at_s is None
+    assert ended.injections[0].why_not == "no rank that is meant has begun step 1"
 
 
 def test_where_checkpoints_lie(recipe, tmp_path):

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from tests.dist import run_job
 from truestep.errors import Again, HeardError, Lost, UserError
 from truestep.parallel.environment import Place, host_name, place, rendezvous_variables
-from truestep.parallel.failure import FailureWatch, connection_broke, is_gone
+from truestep.parallel.failure import FailureWatch, connection_broke
 from truestep.parallel.job import join
+from truestep.runlog.counters import is_gone
 
 
 def _joined(rank: int, world: int) -> tuple:
@@ -37,8 +38,10 @@ def test_a_lone_process_has_a_host(monkeypatch):
 
 def test_a_place_with_an_address_replaces_that_of_the_environment():
     environ = {"MASTER_ADDR": "old", "MASTER_PORT": "1", "RANK": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    rendezvous_variables(environ, Place(1, 2, 0, 1, "truestep", ("new", 22)))
+    rendezvous_variables(environ, Place(1, 2, 0, 1, "truestep", ("new", 22), "eth7", "10.0.0.7:99"))
     assert environ == {
+        "GLOO_SOCKET_IFNAME": "eth7",
+        "TRUESTEP_KEEPER": "10.0.0.7:99",
         "MASTER_ADDR": "new",
         "MASTER_PORT": "22",
         "RANK": "1",

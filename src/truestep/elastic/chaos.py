@@ -19,12 +19,14 @@ from pathlib import Path
 
 from truestep.elastic.lifeline import PIPE
 from truestep.elastic.places import HOSTS
-from truestep.elastic.ports import free_port
+from truestep.elastic.ports import LOOPBACK, free_port
 from truestep.elastic.proxy import Line
 from truestep.elastic.strikes import STRIKES, Flip, Ground, Row, Strike
+from truestep.elastic.wire import address
 from truestep.errors import UserError
 from truestep.ledger.outcomes import Injection
 from truestep.recipe.chaos import Chaos, Fault
+from truestep.recipe.elastic import Elastic
 from truestep.recipe.recipe import Recipe
 from truestep.runlog import counters
 
@@ -96,13 +98,13 @@ class Storm:
         """What is needed before the run starts: lines to cut, the injector's plan, files for counters."""
         listen = self.recipe.machine.elastic.listen
         if self.plan.joining:
-            host, _, port = (listen or f"127.0.0.1:{free_port()}").rpartition(":")
+            host, port = address(listen or f"{LOOPBACK}:{free_port()}")
             if listen is None:
                 self.arguments = [*self.arguments, "--set", f"machine.elastic.listen={host}:{port}"]
-            self._lines = {name: Line((host or "127.0.0.1", int(port))) for name in self.plan.joining}
+            self._lines = {name: Line((host or LOOPBACK, port)) for name in self.plan.joining}
         flips = self._folder / "flips.json"
         notes = flips.with_name(flips.name + ".struck")
-        ground = Ground(checkpoint_folders(self.recipe), self._lines, notes)
+        ground = Ground(checkpoint_folders(self.recipe), self._lines)
         planned = [_Planned(f, STRIKES[f.kind](f, ground), Injection(f)) for f in self.plan.faults]
         struck_within = [one for one in planned if isinstance(one.strike, Flip)]
         for number, one in enumerate(struck_within):
@@ -135,8 +137,8 @@ class Storm:
 
     @property
     def _supervised(self) -> bool:
-        elastic = self.recipe.machine.elastic
-        return self.recipe.machine.processes > 1 or elastic != type(elastic)()
+        machine = self.recipe.machine
+        return bool(self.plan.joining) or machine.processes > 1 or machine.elastic != Elastic()
 
     def _start(self, planned: Sequence[_Planned]) -> subprocess.Popen:
         processes = self.recipe.machine.processes + self.recipe.machine.elastic.spares
@@ -155,7 +157,7 @@ class Storm:
 
     def _join(self, name: str, processes: int, token: Path, variables: dict[str, str]) -> subprocess.Popen:
         mine = {counters.VARIABLE: str(counters.make(self._folder / f"counters-{name}", processes)), HOSTS: name}
-        place = f"127.0.0.1:{self._lines[name].port}"
+        place = f"{LOOPBACK}:{self._lines[name].port}"
         arguments = ["node", place, "--token-file", str(token), "--processes", str(processes)]
         return self._popen(arguments, variables | mine)
 
@@ -167,7 +169,7 @@ class Storm:
 
     def _rows(self) -> list[Row]:
         found = [row for file in self._folder.glob("counters*") for row in counters.read(file) if row["pid"]]
-        return [Row(row["pid"], row["rank"], _step(row)) for row in found if _alive(row["pid"])]
+        return [Row(row["pid"], row["rank"], _step(row)) for row in found if not counters.is_gone(row["pid"])]
 
     def _poll(self, planned: Sequence[_Planned], rows: Sequence[Row] | None = None) -> None:
         rows = self._rows() if rows is None else rows
@@ -230,14 +232,6 @@ def checkpoint_folders(recipe: Recipe) -> list[Path]:
 def _step(row: dict[str, int]) -> int:
     """The step that a rank is at, as the log counts (the counters hold those that are done); 0 before its first."""
     return 0 if row["section"] == counters.SectionOf.START else row["step"] + 1
-
-
-def _alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and was not asked for its exit code does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _end(process: subprocess.Popen) -> None:

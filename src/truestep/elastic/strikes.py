@@ -25,12 +25,10 @@ PERIOD_S = 0.1
 
 @dataclass(frozen=True)
 class Ground:
-    """What there is to break. `stores`: folders of checkpoints, one a stage. `lines`: by host. `notes`: where the
-    injector in the workers notes the flips that it has carried out."""
+    """What there is to break. `stores`: folders of checkpoints, one a stage. `lines`: by host."""
 
     stores: Sequence[Path]
     lines: Mapping[str, Line] = field(default_factory=dict)
-    notes: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Slow(Strike):
     lasts = True
 
     def begin(self, rows: Sequence[Row]) -> str | None:
-        (self._row,) = self.mine(rows)
+        self._row = max(self.mine(rows), key=lambda row: row.step)  # one that is sent home may live on for a moment
         self._since, self._stopped = time.monotonic(), False
         return None
 
@@ -122,7 +120,8 @@ class Slow(Strike):
 
 
 class Flip(Strike):
-    """Carried out within the workers (truestep.sentinel.inject), where a bit can be reached; here it is awaited."""
+    """Carried out within the workers (truestep.sentinel.inject), where a bit can be reached; here it is awaited: `note`
+    is the file in which the injector notes that it did."""
 
     note: Path | None = None
 

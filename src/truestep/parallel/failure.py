@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch.distributed as dist
 
 from truestep.errors import Again, HeardError, Lost, UserError
+from truestep.runlog.counters import is_gone
 
 POLL_S = 0.5
 RANKS_PER_S = 2000
@@ -146,12 +146,3 @@ class FailureWatch:
         if not self._over.wait(GRACE_S):
             sys.stdout.flush()
             os._exit(code)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process of this machine has ended, its parent not having asked perhaps."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state in "ZX"

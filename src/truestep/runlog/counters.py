@@ -122,3 +122,12 @@ def read(path: Path) -> list[dict[str, int]]:
     table = np.frombuffer(path.read_bytes(), dtype=np.int64).reshape(-1, _WIDTH)
     names = [*FIELDS, *NAMES, "waited"]
     return [dict(zip(names, map(int, row))) for row in table]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process of this machine has ended, its parent not having asked perhaps."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"

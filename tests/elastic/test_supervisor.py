@@ -303,12 +303,14 @@ def test_a_notice_stops_the_run_politely(tmp_path):
     assert here.signals == [(signal.SIGINT, None)]
 
 
-def test_ranks_that_do_not_end_after_a_failure_are_killed_and_not_blamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHORT_GRACE_S", 0.1)
+@pytest.mark.parametrize("code, grace_s", [(70, 0.1), (-signal.SIGKILL, 100.0)])
+def test_ranks_that_do_not_end_after_a_failure_are_killed_and_not_blamed(tmp_path, monkeypatch, code, grace_s):
+    """At once if one was killed from outside: nobody has anything to say about that."""
+    monkeypatch.setattr(module, "SHORT_GRACE_S", grace_s)
 
     def answer(fake, order):
         if order["do"] == "start":
-            return ended(order, {1: -9}) if order["serial"] == 1 else ended(order, 0)
+            return ended(order, {1: code}) if order["serial"] == 1 else ended(order, 0)
         assert order["ranks"] == [0, 2]
         return ended(fake.starts[-1], {0: -9, 2: -9})
 

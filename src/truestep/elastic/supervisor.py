@@ -28,7 +28,8 @@ LOOK_S = 0.25
 GRACE_S = 20.0
 """How long the others may go on after one has failed, to say what they have to say, before they are killed."""
 SHORT_GRACE_S = 3.0
-"""The same where there is nothing to wait for: a rank crashed, or its host was lost, and no survivor is to stay."""
+"""The same where a host was lost, or a rank crashed and no survivor is to stay: time for a last word. After a SIGKILL
+there is none, since nobody has brought that on by what he did."""
 JOIN_S = 600.0
 """How long to wait for hosts when there are too few."""
 STATE = "elastic/state.json"
@@ -188,12 +189,15 @@ class Supervisor:
         """Others may wait for a rank that is out: they get a while to say so."""
         now = time.monotonic()
         if self._deadline is None:
-            fault = attempt.fault
-            short = fault is not None and (fault.kind == "lost" or (fault.host is not None and not self.regroup))
-            self._deadline = now + (SHORT_GRACE_S if short else GRACE_S)
+            self._deadline = now + self._grace_s(attempt.fault)
         elif now > self._deadline:
             self.roster.signal(signal.SIGKILL, sorted(attempt.condemn()))
             self._deadline = now + GRACE_S
+
+    def _grace_s(self, fault: Fault | None) -> float:
+        if fault is None or (fault.kind != "lost" and (fault.host is None or self.regroup)):
+            return GRACE_S
+        return 0.0 if fault.code == -signal.SIGKILL else SHORT_GRACE_S
 
     def _judge(self, attempt: Attempt) -> None:
         """The attempt is over: the run too, or there is a next one."""

@@ -235,6 +235,20 @@ def test_beside_a_run_one_at_a_time_when_due_and_only_for_new_checkpoints(run_di
     beside.close()
 
 
+def test_a_drill_that_cannot_be_started_ends_no_run_and_is_tried_again(run_dir):
+    clock, alarms = Clock(), list[str]()
+    beside = drills_of(run_dir, "", clock, alarms)
+    command, beside.command = beside.command, ["/there/is/no/such/program"]
+    clock.now_s += 61
+    beside.after()
+    assert beside.process is None and len(alarms) == 1 and alarms[0].startswith("no drill: [Errno 2]")
+    beside.command = command
+    clock.now_s += 61
+    beside.after()
+    assert beside.process is not None
+    beside.close()
+
+
 def test_a_drill_ends_with_the_run_and_a_failed_one_is_told(run_dir):
     clock, alarms = Clock(), list[str]()
     beside = drills_of(run_dir, "sys.exit('cannot')", clock, alarms)

@@ -73,19 +73,26 @@ class Drills:
         newest = self._newest()
         if newest in ("", self.drilled):
             return
-        self.drilled = newest
-        self._file.unlink(missing_ok=True)
-        lifeline, self._held = os.pipe()
-        self.process = subprocess.Popen(
-            [*self.command, str(self._file)],
-            env=outside(os.environ) | {"OMP_NUM_THREADS": "1", LIFELINE: str(lifeline)},
-            start_new_session=True,
-            pass_fds=[lifeline],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._said.open("w"),
-        )
-        os.close(lifeline)
+        lifeline, held = os.pipe()
+        try:
+            self._file.unlink(missing_ok=True)
+            with self._said.open("w") as said:
+                self.process = subprocess.Popen(
+                    [*self.command, str(self._file)],
+                    env=outside(os.environ) | {"OMP_NUM_THREADS": "1", LIFELINE: str(lifeline)},
+                    start_new_session=True,
+                    pass_fds=[lifeline],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                )
+        except OSError as error:  # no memory, processes or disk: no reason for the run to end
+            os.close(held)
+            self.alarm(f"no drill: {error}")
+        else:
+            self.drilled, self._held = newest, held
+        finally:
+            os.close(lifeline)
 
     def _newest(self) -> str:
         """Key of the newest checkpoint that counts; empty if there is none, or the store does not say."""

@@ -69,7 +69,7 @@ def test_verify_marks_and_finds_damage(run, store, capsys):
     key = spoil(store, list_committed(store)[2])
     done = truestep(capsys, "checkpoints", "verify", run)
     done.refused(key, "damaged")
-    assert "step 20: every byte as saved" in done.out and "step 30: 1 damaged" in done.out
+    assert "step 20 (epoch 1): every byte as saved" in done.out and "step 30 (epoch 1): 1 damaged" in done.out
     assert quarantined(store) == {list_committed(store)[2].key} and newest(store).step == 20
     assert truestep(capsys, "checkpoints", "release", run, "30").code == 0
     assert newest(store).step == 30

@@ -283,7 +283,6 @@ def test_a_start_must_be_an_earlier_stage():
         ),
         (["checkpoint.storage_options.region=eu"], "checkpoint.storage_options", "an object store as `url`"),
         (["checkpoint={keep=0, keep_every=100}"], "checkpoint.keep_every", "keep above 0 (all are kept)"),
-        (["checkpoint={drill_every='0s', drill_steps=2}"], "checkpoint.drill_steps", "drill_every above 0s"),
         (["sentinel.spikes={action='say', skips=3}"], "sentinel.spikes.skips", 'action = "skip"'),
         (["ledger.currency=EUR"], "ledger.currency", "price_per_device_hour"),
     ],

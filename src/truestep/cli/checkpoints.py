@@ -48,19 +48,23 @@ def verify(
 ) -> None:
     """Read every byte of RUN's checkpoints from the store and compare it with what was saved. Whole ones are marked as
     verified, damaged ones as quarantined: no reader takes them any more. Exit code 2 if anything is damaged."""
+    from truestep.checkpoint.catalogue import list_committed
     from truestep.checkpoint.upkeep import verify_and_mark
     from truestep.errors import CheckpointError
 
     damage: list[str] = []
     for its, found in _chosen(run, stage, step):
         for each in found:
-            with bar(f"{its.stage} step {each.committed.step}", each.num_bytes) as advance:
+            name = f"{its.stage} step {each.committed.step:,} (epoch {each.committed.epoch})"
+            with bar(name, each.num_bytes) as advance:
                 wrong = verify_and_mark(its.store, each.committed, advance)
             damage += [one.text for one in wrong]
             verdict = f"{len(wrong)} damaged" if wrong else "every byte as saved"
-            if not wrong and each.standing.quarantined:
+            if each.committed not in list_committed(its.store):
+                verdict = "deleted meanwhile"
+            elif not wrong and each.standing.quarantined:
                 verdict += "; still quarantined, until `truestep checkpoints release`"
-            say(f"{its.stage} step {each.committed.step:,}: {verdict}", style="red" if wrong else "green")
+            say(f"{name}: {verdict}", style="red" if wrong else "green")
     if damage:
         raise CheckpointError("\n".join(damage))
 

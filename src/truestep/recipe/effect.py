@@ -133,7 +133,6 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     Checkpoint: (
         Rule(("storage_options",), lambda s: _remote(s.url), "an object store as `url`", ("url",)),
         Rule(("keep_every",), lambda s: s.keep > 0, "keep above 0 (all are kept)", ("keep",)),
-        Rule(("drill_steps",), lambda s: s.drill_every > 0, "drill_every above 0s", ("drill_every",)),
     ),
     Spikes: (_when("action", "skip")("in_a_row", "skips", "rollbacks"),),
     Ledger: (

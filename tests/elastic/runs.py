@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from truestep.errors import LogError
 from truestep.recipe.dump import dump
 from truestep.recipe.load import load
 from truestep.runlog import counters
@@ -53,17 +54,15 @@ def records(run_dir: Path, kind: str) -> list[Any]:
     return [r.data for r in read(run_dir) if r.kind == kind]
 
 
-def wait_for(what, process: subprocess.Popen) -> Any:
-    """Until `what()` is true, and that. Looks at a run that is only just being made."""
+def wait_for(what: Callable[[], Any], *running: subprocess.Popen) -> Any:
+    """Until `what()` is true, and that, while all these run. Looks at a run that is only just being made."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise AssertionError(f"ended too early: {process.communicate()[0]}")
-        try:
+        for process in running:
+            assert process.poll() is None, f"ended too early: {process.communicate()[0]}"
+        with suppress(LogError, FileNotFoundError):  # the log is only just being made
             if found := what():
                 return found
-        except Exception:  # the log is only just being made
-            pass
         time.sleep(0.02)
     raise AssertionError("it did not come about")
 
@@ -86,7 +85,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen, attempts:
 def kill(file: Path, rank: int) -> None:
     """SIGKILL the process that is this rank now, by the counters in `file`."""
     pids = [row["pid"] for row in counters.read(file) if row["pid"] and row["rank"] == rank]
-    alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    alive = [pid for pid in pids if not counters.is_gone(pid)]
     os.kill(alive[-1], signal.SIGKILL)
 
 

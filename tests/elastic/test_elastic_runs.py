@@ -2,149 +2,164 @@
 
 import os
 import signal
-import socket
+import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from truestep.runlog import counters
 
+from ..dist import free_port
 from .runs import finish, kill, records, start, wait_for, wait_for_step, weights_digest, write_recipe
 
-EXACT = {"numerics": {"reduction": "exact"}}
 
+@dataclass
+class Scene:
+    """A run of its own name. `reference`: the weights that one process ends with."""
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    folder: Path
+    file: Path
+    reference: str
+    name: str
+    address: str = ""
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def token(self) -> Path:
+        return self.folder / "runs" / f".{self.name}.token"
+
+    def counters(self, host: str = "") -> Path:
+        return self.folder / f"{self.name}-{host}.counters"
+
+    def run(self, processes: int = 3, hosts: str = "", **elastic: object) -> subprocess.Popen:
+        settings = {"run.name": self.name, "machine.processes": processes}
+        settings |= {f"machine.elastic.{name}": value for name, value in elastic.items()}
+        more = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        places = {"TRUESTEP_COUNTERS": str(self.counters())} | ({"TRUESTEP_HOSTS": hosts} if hosts else {})
+        return start("truestep", "run", str(self.file), *more, environment=places)
+
+    def supervise(self, least: int, most: int) -> subprocess.Popen:
+        """The run with one process on host a, where others may join."""
+        self.address = f"127.0.0.1:{free_port()}"
+        process = self.run(1, "a", min=least, max=most, listen=self.address)
+        wait_for(self.token.exists, process)
+        return process
+
+    def join(self, processes: int) -> subprocess.Popen:
+        """Host b."""
+        verb = ["truestep", "node", self.address, "--token-file", str(self.token), "--processes", str(processes)]
+        places = {"TRUESTEP_HOST": "b", "TRUESTEP_COUNTERS": str(self.counters("b"))}
+        return start(*verb, environment=places)
+
+    def worlds(self) -> list[int]:
+        return [begun.world for begun in records(self.run_dir, "attempt_start")]
+
+    def decisions(self) -> list[tuple[str, int | None]]:
+        return [(decision.action, decision.world) for decision in records(self.run_dir, "decision")]
 
 
 @pytest.fixture(scope="module")
-def exact(tmp_path_factory):
-    """A folder, the recipe in exact mode for three processes, and the weights that one process ends with."""
+def scene(tmp_path_factory) -> Callable[[str], Scene]:
+    """By name: runs of the recipe in exact mode."""
     folder = tmp_path_factory.mktemp("elastic")
-    file = write_recipe(folder, processes=3, **EXACT)
-    code, output = finish(start("truestep", "run", str(file), "--set", "machine.processes=1", "--set", "run.name=one"))
+    one = Scene(folder, write_recipe(folder, processes=3, numerics={"reduction": "exact"}), "", "one")
+    counters.make(one.counters(), 1)  # nobody supervises this one
+    code, output = finish(one.run(1))
     assert code == 0, output
-    return folder, file, weights_digest(folder / "runs" / "one")
+    return lambda name: Scene(folder, one.file, weights_digest(one.run_dir), name)
 
 
-def elastic(**fields: object) -> list[str]:
-    return [part for name, value in fields.items() for part in ("--set", f"machine.elastic.{name}={value}")]
-
-
-def decisions(run_dir: Path) -> list[tuple[str, int | None]]:
-    return [(decision.action, decision.world) for decision in records(run_dir, "decision")]
-
-
-def test_a_spare_takes_over_and_then_the_run_shrinks_with_the_same_weights(exact):
+def test_a_spare_takes_over_and_then_the_run_shrinks_with_the_same_weights(scene):
     """Three hosts and a spare, none of which may fail: the first SIGKILL brings the spare in, the second leaves two."""
-    folder, file, reference = exact
-    run_dir, counted = folder / "runs" / "shrunk", folder / "shrunk.counters"
-    places = {"TRUESTEP_HOSTS": "a,b,c,d", "TRUESTEP_COUNTERS": str(counted)}
-    more = ["--set", "run.name=shrunk", *elastic(min=1, spares=1, restarts=0)]
-    process = start("truestep", "run", str(file), *more, environment=places)
-    wait_for_step(run_dir, 6, process)
-    kill(counted, rank=1)
-    wait_for_step(run_dir, 8, process, attempts=2)
-    kill(counted, rank=0)
+    shrunk = scene("shrunk")
+    process = shrunk.run(hosts="a,b,c,d", min=1, spares=1, restarts=0)
+    wait_for_step(shrunk.run_dir, 6, process)
+    kill(shrunk.counters(), rank=1)
+    wait_for_step(shrunk.run_dir, 8, process, attempts=2)
+    kill(shrunk.counters(), rank=0)
     code, output = finish(process)
     assert code == 0, output
-    assert [begun.hosts for begun in records(run_dir, "attempt_start")] == [
+    assert [begun.hosts for begun in records(shrunk.run_dir, "attempt_start")] == [
         ["a", "b", "c"],
         ["a", "c", "d"],
         ["c", "d"],
     ]
-    assert decisions(run_dir) == [("evict", None), ("regroup", 3), ("evict", None), ("shrink", 2)]
-    assert [(fault.host, fault.named) for fault in records(run_dir, "fault")] == [("b", True), ("a", True)]
-    assert weights_digest(run_dir) == reference
+    assert shrunk.decisions() == [("evict", None), ("regroup", 3), ("evict", None), ("shrink", 2)]
+    assert [(fault.host, fault.named) for fault in records(shrunk.run_dir, "fault")] == [("b", True), ("a", True)]
+    assert weights_digest(shrunk.run_dir) == shrunk.reference
 
 
 @pytest.mark.slow
-def test_new_processes_where_survivors_must_not_stay_and_a_budget_that_ends(exact):
-    folder, file, _ = exact
-    run_dir, counted = folder / "runs" / "spent", folder / "spent.counters"
-    more = ["--set", "run.name=spent", *elastic(restarts=1, regroup="false")]
-    process = start("truestep", "run", str(file), *more, environment={"TRUESTEP_COUNTERS": str(counted)})
-    wait_for_step(run_dir, 6, process)
-    kill(counted, rank=2)
-    wait_for_step(run_dir, 8, process, attempts=2)
-    kill(counted, rank=1)
+def test_new_processes_where_survivors_must_not_stay_and_a_budget_that_ends(scene):
+    spent = scene("spent")
+    process = spent.run(restarts=1, regroup="false")
+    wait_for_step(spent.run_dir, 6, process)
+    kill(spent.counters(), rank=2)
+    wait_for_step(spent.run_dir, 8, process, attempts=2)
+    kill(spent.counters(), rank=1)
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL
     assert "the run is given up: it failed 2 times" in output and "restarts allows 1" in output
-    assert decisions(run_dir) == [("restart", 3), ("evict", None), ("stop", None)]
-    assert records(run_dir, "attempt_end")[-1].reason == "failed"
-    assert (run_dir / "elastic" / "state.json").exists()
+    assert spent.decisions() == [("restart", 3), ("evict", None), ("stop", None)]
+    assert records(spent.run_dir, "attempt_end")[-1].reason == "failed"
+    assert (spent.run_dir / "elastic" / "state.json").exists()
 
 
-def test_another_machine_joins_is_killed_and_comes_back(exact):
+def test_another_machine_joins_is_killed_and_comes_back(scene):
     """The run grows from one process to three at a checkpoint, goes on with one, and grows again."""
-    folder, file, reference = exact
-    run_dir, listen = folder / "runs" / "joined", f"127.0.0.1:{free_port()}"
-    more = ["--set", "run.name=joined", "--set", "machine.processes=1", *elastic(min=1, max=3, listen=listen)]
-    process = start("truestep", "run", str(file), *more, environment={"TRUESTEP_HOST": "a"})
-    token = folder / "runs" / ".joined.token"
-    wait_for(token.exists, process)
-    assert token.stat().st_mode & 0o077 == 0
-    verb = ["truestep", "node", listen, "--token-file", str(token), "--processes", "2"]
-    node = start(*verb, environment={"TRUESTEP_HOST": "b"})
-    wait_for(lambda: any(begun.world == 3 for begun in records(run_dir, "attempt_start")), process)
+    joined = scene("joined")
+    process = joined.supervise(1, 3)
+    assert joined.token.stat().st_mode & 0o077 == 0
+    node = joined.join(2)
+    wait_for(lambda: 3 in joined.worlds(), process)
     os.kill(node.pid, signal.SIGKILL)
-    again = start(*verb, environment={"TRUESTEP_HOST": "b"})
+    again = joined.join(2)
     code, output = finish(process)
     assert code == 0, output
     assert finish(again)[0] == 0
     node.communicate(timeout=30)  # its workers, which hold its output, are gone too
-    hosts = [begun.hosts for begun in records(run_dir, "attempt_start")]
+    hosts = [begun.hosts for begun in records(joined.run_dir, "attempt_start")]
     assert hosts[0] == ["a"] and ["a", "b", "b"] in hosts
-    assert [action for action, _ in decisions(run_dir)][:2] == ["grow", "shrink"]
-    assert [(fault.kind, fault.host) for fault in records(run_dir, "fault")] == [("lost", "b")]
-    assert weights_digest(run_dir) == reference
+    assert [action for action, _ in joined.decisions()][:2] == ["grow", "shrink"]
+    assert [(fault.kind, fault.host) for fault in records(joined.run_dir, "fault")] == [("lost", "b")]
+    assert weights_digest(joined.run_dir) == joined.reference
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_to_leave_is_left_after_a_checkpoint(exact):
-    folder, file, reference = exact
-    run_dir, listen = folder / "runs" / "left", f"127.0.0.1:{free_port()}"
-    more = ["--set", "run.name=left", "--set", "machine.processes=1", *elastic(min=1, max=2, listen=listen)]
-    process = start("truestep", "run", str(file), *more, environment={"TRUESTEP_HOST": "a"})
-    token = folder / "runs" / ".left.token"
-    wait_for(token.exists, process)
-    node = start(
-        *["truestep", "node", listen, "--token-file", str(token), "--processes", "1"],
-        environment={"TRUESTEP_HOST": "b"},
-    )
-    wait_for(lambda: any(begun.world == 2 for begun in records(run_dir, "attempt_start")), process)
+def test_a_machine_that_is_to_leave_is_left_after_a_checkpoint(scene):
+    left = scene("left")
+    process = left.supervise(1, 2)
+    node = left.join(1)
+    wait_for(lambda: 2 in left.worlds(), process)
     os.kill(node.pid, signal.SIGUSR1)
     node_code, node_output = finish(node)
     assert node_code == 0, node_output
     code, output = finish(process)
     assert code == 0, output
-    assert [action for action, _ in decisions(run_dir)] == ["grow", "shrink"]
-    assert records(run_dir, "fault") == []  # nothing was lost: the steps were saved before
-    steps = [step.step for step in records(run_dir, "step")]
+    assert [action for action, _ in left.decisions()] == ["grow", "shrink"]
+    assert records(left.run_dir, "fault") == []  # nothing was lost: the steps were saved before
+    steps = [step.step for step in records(left.run_dir, "step")]
     assert steps == sorted(set(steps))
-    assert weights_digest(run_dir) == reference
+    assert weights_digest(left.run_dir) == left.reference
 
 
-def test_a_machine_ends_its_workers_when_its_supervisor_is_gone(exact):
-    folder, file, _ = exact
-    run_dir, listen = folder / "runs" / "alone", f"127.0.0.1:{free_port()}"
-    more = ["--set", "run.name=alone", "--set", "machine.processes=1", *elastic(min=2, max=2, listen=listen)]
-    process = start("truestep", "run", str(file), *more, environment={"TRUESTEP_HOST": "a"})
-    token = folder / "runs" / ".alone.token"
-    wait_for(token.exists, process)
-    counted = folder / "alone.counters"
-    places = {"TRUESTEP_HOST": "b", "TRUESTEP_COUNTERS": str(counted)}
-    node = start(*["truestep", "node", listen, "--token-file", str(token)], environment=places)
-    wait_for_step(run_dir, 2, process)
+def test_a_machine_ends_its_workers_when_its_supervisor_is_gone(scene):
+    alone = scene("alone")
+    process = alone.supervise(2, 2)
+    node = alone.join(1)
+    wait_for_step(alone.run_dir, 2, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)  # returns when its worker, which holds its output, is gone too
     deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in _pids(counted)):
+    workers = [row["pid"] for row in counters.read(alone.counters("b")) if row["pid"]]
+    assert workers
+    while not all(map(counters.is_gone, workers)):
         assert time.monotonic() < deadline, "workers live on without a supervisor"
         time.sleep(0.05)
     assert node.poll() is None  # it waits for a supervisor to come back
@@ -153,20 +168,14 @@ def test_a_machine_ends_its_workers_when_its_supervisor_is_gone(exact):
     assert code == 0 and "the supervisor hung up; workers were ended" in output
 
 
-def _pids(counted: Path) -> list[int]:
-    return [row["pid"] for row in counters.read(counted) if row["pid"]]
-
-
 @pytest.mark.slow
-def test_torchrun_starts_attempts_and_a_killed_rank_is_started_again(exact):
-    folder, file, reference = exact
-    run_dir, counted = folder / "runs" / "torchrun", folder / "torchrun.counters"
-    more = ["--set", "run.name=torchrun", *elastic(start="torchrun", regroup="")]
-    process = start("truestep", "run", str(file), *more, environment={"TRUESTEP_COUNTERS": str(counted)})
-    wait_for_step(run_dir, 6, process)
-    kill(counted, rank=2)
+def test_torchrun_starts_attempts_and_a_killed_rank_is_started_again(scene):
+    by_torchrun = scene("torchrun")
+    process = by_torchrun.run(start="torchrun", regroup="")
+    wait_for_step(by_torchrun.run_dir, 6, process)
+    kill(by_torchrun.counters(), rank=2)
     code, output = finish(process)
     assert code == 0, output
-    assert decisions(run_dir) == [("restart", 3)]
-    assert records(run_dir, "fault")[0].rank == 2
-    assert weights_digest(run_dir) == reference
+    assert by_torchrun.decisions() == [("restart", 3)]
+    assert records(by_torchrun.run_dir, "fault")[0].rank == 2
+    assert weights_digest(by_torchrun.run_dir) == by_torchrun.reference

@@ -29,7 +29,7 @@ from truestep.storage.store import open_store
 
 from .. import small_run
 from ..namespaces import PORT, Lan
-from .runs import TIMEOUT_S, finish, records, start, weights_digest
+from .runs import finish, records, start, wait_for, weights_digest
 
 pytestmark = pytest.mark.usefixtures("hosts_are_there")
 SLACK_S = 6.0
@@ -75,6 +75,17 @@ class Scene:
         settings["machine.elastic.listen"] = f"0.0.0.0:{PORT}"
         more = [part for field, value in settings.items() for part in ("--set", f"{field}={value}")]
         return self.start(host, "run", str(recipe(self.folder, self.steps)), *more)
+
+    def pair(self, least: int) -> tuple[Started, Started]:
+        """The run on two hosts, one of which may suffice: that on host a, and the node on b."""
+        node = self.join("b", "a")
+        return self.supervise("a", least, 2), node
+
+    def train(self, least: int = 2) -> tuple[Started, Started]:
+        """A pair at work."""
+        run, node = self.pair(least)
+        self.until_trained(["a", "b"], run, node)
+        return run, node
 
     def join(self, host: str, supervisor: str) -> Started:
         """A node with one process, which may be there before its supervisor is: so it is there once steps are done."""
@@ -128,17 +139,10 @@ def recipe(folder: Path, steps: int) -> Path:
 
 def until(what: Callable[[], Any], *running: Started) -> Any:
     """Until `what()` is true, and that, while all these run."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        for each in running:
-            assert each.process.poll() is None, f"ended too early: {each.said}"
-        try:
-            if found := what():
-                return found
-        except Exception:  # the log is only just being made
-            pass
-        time.sleep(0.02)
-    raise AssertionError("it did not come about: " + "\n".join(each.said for each in running))
+    try:
+        return wait_for(what, *(each.process for each in running))
+    except AssertionError as error:
+        raise AssertionError("\n".join([str(error), *(each.said for each in running)])) from None
 
 
 def lost(run: Started) -> bool:
@@ -221,9 +225,7 @@ def assert_lost_in_time(scene: Scene, host: str, cut_s: float) -> None:
 def test_a_partition_ends_the_side_without_the_supervisor_and_the_other_goes_on(lan, tmp_path, reference):
     """Two hosts train, and the cable of one is pulled."""
     scene = Scene(tmp_path, lan, "parted", SHORT_STEPS)
-    node = scene.join("b", "a")
-    run = scene.supervise("a", 1, 2)
-    scene.until_trained(["a", "b"], run, node)
+    run, node = scene.train(least=1)
     assert scene.workers("b")
     lan["b"].pull()
     cut_s = time.time()
@@ -239,8 +241,7 @@ def test_a_partition_ends_the_side_without_the_supervisor_and_the_other_goes_on(
 @pytest.mark.slow
 def test_two_hosts_make_the_weights_of_one(lan, tmp_path, reference):
     scene = Scene(tmp_path, lan, "two", SHORT_STEPS)
-    node = scene.join("b", "a")
-    run = scene.supervise("a", 2, 2)
+    run, node = scene.pair(2)
     end(run)
     end(node)
     assert scene.groups() == [["a", "b"]]
@@ -252,9 +253,7 @@ def test_two_hosts_make_the_weights_of_one(lan, tmp_path, reference):
 def test_a_machine_joins_again_once_the_partition_is_healed(lan, tmp_path, reference):
     """The run needs two hosts: it waits for the one that was cut off."""
     scene = Scene(tmp_path, lan, "healed", SHORT_STEPS)
-    node = scene.join("b", "a")
-    run = scene.supervise("a", 2, 2)
-    scene.until_trained(["a", "b"], run, node)
+    run, node = scene.train()
     lan["b"].pull()
     cut_s = time.time()
     until(lambda: lost(run), run, node)
@@ -269,9 +268,7 @@ def test_a_machine_joins_again_once_the_partition_is_healed(lan, tmp_path, refer
 @pytest.mark.slow
 def test_a_silence_shorter_than_the_heartbeat_allows_is_borne(lan, tmp_path, reference):
     scene = Scene(tmp_path, lan, "blinked", SHORT_STEPS)
-    node = scene.join("b", "a")
-    run = scene.supervise("a", 2, 2)
-    scene.until_trained(["a", "b"], run, node)
+    run, node = scene.train()
     lan["b"].pull()
     assert not lan["a"].hears(lan["b"])
     lan["b"].plug()
@@ -287,9 +284,7 @@ def test_a_silence_shorter_than_the_heartbeat_allows_is_borne(lan, tmp_path, ref
 def test_a_loss_in_one_direction_is_a_partition(lan, tmp_path, reference, deaf, dumb):
     """What `dumb` says to `deaf` is lost; the other direction works. Then that is healed."""
     scene = Scene(tmp_path, lan, f"{deaf}-hears-nothing", SHORT_STEPS)
-    node = scene.join("b", "a")
-    run = scene.supervise("a", 2, 2)
-    scene.until_trained(["a", "b"], run, node)
+    run, node = scene.train()
     lan[dumb].lose(lan[deaf])
     cut_s = time.time()
     until(lambda: "workers were ended" in node.said and lost(run), run, node)
@@ -308,8 +303,7 @@ def test_long_cables_only_take_longer(tmp_path, reference):
     """25 ms a cable, two cables between hosts: 50 ms each way."""
     with Lan("a", "b", delay_ms=25) as lan:
         scene = Scene(tmp_path, lan, "far", FAR_STEPS)
-        node = scene.join("b", "a")
-        run = scene.supervise("a", 2, 2)
+        run, node = scene.pair(2)
         end(run)
         end(node)
     assert scene.groups() == [["a", "b"]]

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
+from ..dist import free_port
 from .runs import TIMEOUT_S, finish, records, start, wait_for_step, weights_digest, write_recipe
 
 
@@ -89,16 +89,8 @@ def test_ctrl_c_twice_stops_at_once_and_corrupts_nothing(undisturbed):
 
 def test_torchrun_with_two_agents_joins_and_equals_our_launcher(undisturbed):
     folder, file, reference = undisturbed
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    common = [
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        f"--master-port={port}",
-        "--master-addr=127.0.0.1",
-    ]
+    common = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    common += [f"--master-port={free_port()}", "--master-addr=127.0.0.1"]
     verb = ["-m", "truestep", "run", str(file), "--set", "run.name=joined"]
     agents = [start(*common, f"--node-rank={node}", *verb) for node in range(2)]
     ended = [finish(agent) for agent in agents]
@@ -111,10 +103,7 @@ def test_torchrun_with_two_agents_joins_and_equals_our_launcher(undisturbed):
 
 def test_srun_variables_join(undisturbed):
     folder, file, reference = undisturbed
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    tasks = []
+    port, tasks = free_port(), []
     for rank in range(2):
         variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": rank, "SLURM_STEP_ID": 0}
         variables |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": port}

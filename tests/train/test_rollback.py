@@ -270,6 +270,22 @@ def test_corruption_goes_back_to_before_it_with_the_same_data(folder, never_bad,
     assert [f.kind for f in records(run_dir, "fault")] == ["state"]
 
 
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_device_that_fails_its_test_in_between_ends_the_attempt(folder, monkeypatch, supervised):
+    """After the evaluation of step 7; step 5 was saved, so that a run that went back would evaluate again for ever."""
+    monkeypatch.setattr("truestep.train.integrity.check_device", lambda *args: "1 of 9 elements are wrong")
+    monkeypatch.setenv("TRUESTEP_HOST", "h2")
+    if supervised:
+        monkeypatch.setenv("TRUESTEP_SUPERVISED", "1")
+    name = f"device-{supervised}"
+    body = small_run.recipe(folder, name) | {"checkpoint": {"every": 5, "every_time": "1h"}}
+    with pytest.raises(Again if supervised else verbs.UserError, match=r"host h2.*1 of 9 elements are wrong") as end:
+        verbs.run(body)
+    (fault,) = records(folder / "runs" / name, "fault")
+    assert (fault.kind, fault.step, fault.host) == ("host", 8, "h2")
+    assert not supervised or end.value.without == ("h2",)
+
+
 def test_where_a_supervisor_is_the_attempt_ends_and_asks_for_other_hosts(folder, never_bad, monkeypatch):
     reference = never_bad()
     corrupt_at(monkeypatch, 12, "h2")

@@ -33,7 +33,6 @@ def build(
     from truestep.data.tokenizer import load_tokenizer
     from truestep.errors import RecipeError
     from truestep.recipe.load import load
-    from truestep.stages.context import run_directory
     from truestep.stages.corpora import build_store, build_tokenizer
 
     console = Console(stderr=True)
@@ -41,7 +40,7 @@ def build(
     unknown = [name for name in names or [] if name not in resolved.data]
     if unknown:
         raise RecipeError([f"{recipe}: has no [data.{unknown[0]}]; its data sections: {', '.join(resolved.data)}."])
-    folder = out or run_directory(resolved).parent / ".data"
+    folder = out or resolved.directory.parent / ".data"
     tokenizer = load_tokenizer(build_tokenizer(resolved, folder, console.print))
     for name in names or resolved.data:
         with _Bar(console, name) as bar:

@@ -63,7 +63,7 @@ def run(recipe: RecipeLike, overrides: Sequence[str] = ()) -> RunOutcome:
 
         carry_out(resolved, here, command)
     if here is None or (here.rank == 0 and here.launcher != "truestep"):  # once a job, by who started it
-        print(f"plots and ledger: {report(_directory(resolved))}")
+        print(f"plots and ledger: {report(resolved.directory)}")
     return _outcome(resolved)
 
 
@@ -140,12 +140,8 @@ def sample(model: str | os.PathLike[str], prompts: Sequence[str], **options: Any
     return sample_from(Path(model), prompts, **options)
 
 
-def _directory(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir).expanduser() / recipe.run.name
-
-
 def _outcome(recipe: Recipe) -> RunOutcome:
-    directory = _directory(recipe)
+    directory = recipe.directory
     models = {stage.name: directory / "models" / stage.name for stage in recipe.stages}
     reason = status(directory).reason
     if reason is None:
@@ -162,7 +158,7 @@ def _command(recipe: RecipeLike) -> str:
 
 def _supervise(recipe: Recipe, command: str, ranks: int) -> None:
     """Start the ranks with the resolved recipe, in a file beside the run's directory for as long as they run."""
-    directory = _directory(recipe)
+    directory = recipe.directory
     folder = directory.parent
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     file = folder / f".{directory.name}.recipe.toml"

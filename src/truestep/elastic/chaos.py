@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from truestep.checkpoint.of_run import checkpoint_place
 from truestep.elastic.lifeline import PIPE
 from truestep.elastic.places import HOSTS
 from truestep.elastic.ports import LOOPBACK, free_port
@@ -72,7 +73,7 @@ class Storm:
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.recipe.run.dir).expanduser() / self.recipe.run.name
+        return self.recipe.directory
 
     def carry_out(self) -> Ended:
         """Until the run is over. UserError where the plan cannot be carried out on this recipe."""
@@ -224,9 +225,8 @@ def check(plan: Chaos, recipe: Recipe) -> None:
 
 def checkpoint_folders(recipe: Recipe) -> list[Path]:
     """Where each stage's checkpoints lie, where that is a folder."""
-    own = Path(recipe.run.dir).expanduser() / recipe.run.name / "checkpoints"
-    base = Path(recipe.checkpoint.url).expanduser() / recipe.run.name if recipe.checkpoint.url else own
-    return [base / stage.name for stage in recipe.stages]
+    places = [checkpoint_place(recipe, recipe.directory, stage.name) for stage in recipe.stages]
+    return [Path(place).expanduser() for place in places]
 
 
 def _step(row: dict[str, int]) -> int:

@@ -25,7 +25,7 @@ from truestep.storage.keeper import TOKEN
 
 def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapping[str, str]) -> Outcome:
     """Carry out the recipe that lies in `file` with `ranks` processes of this machine, and of those that join."""
-    run_dir = Path(recipe.run.dir).expanduser() / recipe.run.name
+    run_dir = recipe.directory
     elastic = recipe.machine.elastic
     if recipe.checkpoint.memory:
         variables = {**variables, TOKEN: secrets.token_hex(32)}
@@ -54,7 +54,7 @@ def supervise(recipe: Recipe, file: Path, ranks: int, gpus: int, variables: Mapp
 def _hub(recipe: Recipe, start: str, regroup: bool) -> Hub:
     """Where other machines join; the token lies beside the run's directory, made here if it is not there."""
     assert recipe.machine.elastic.listen is not None
-    file = Path(recipe.run.dir).expanduser() / f".{recipe.run.name}.token"
+    file = recipe.directory.with_name(f".{recipe.run.name}.token")
     if not file.exists():
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as token:
             token.write(secrets.token_hex(32) + "\n")

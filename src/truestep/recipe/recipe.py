@@ -1,5 +1,7 @@
 """The whole recipe: typed, torch-free. `load` reads TOML and overrides; digests tell what, where and bits apart."""
 
+from pathlib import Path
+
 from truestep.recipe.checkpoint import Checkpoint
 from truestep.recipe.data import DataSection, TokenizerSection
 from truestep.recipe.machine import Ledger, Machine, Run
@@ -25,6 +27,11 @@ class Recipe(Section):
     checkpoint: Checkpoint = field(Checkpoint(), help="saving of training state", digest="where")
     sentinel: Sentinel = field(Sentinel(), help="what watches the numbers", digest="where")
     ledger: Ledger = field(Ledger(), help="what the card records", digest="where")
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return Path(self.run.dir).expanduser() / self.run.name
 
     def lineage(self, stage: Stage) -> list[Stage]:
         """The stage, the stage that it starts from, and so on. The last one's `start` is "init", or a model from

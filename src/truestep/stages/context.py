@@ -59,17 +59,13 @@ class Context:
         return self.run_dir.parent / ".data"
 
 
-def run_directory(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir).expanduser() / recipe.run.name
-
-
 def open_run(recipe: Recipe) -> None:
     """Make the run directory, or check that it belongs to this recipe. Rank 0 only.
 
     Raises RecipeError naming the changed fields where the directory was made by another *what* and something was
     trained; what failed before that may be corrected in the recipe.
     """
-    directory = run_directory(recipe)
+    directory = recipe.directory
     if not (directory / RUN_FILE).exists():
         return _create(directory, recipe)
     differences = _differences(directory, recipe)
@@ -85,7 +81,7 @@ def open_run(recipe: Recipe) -> None:
 
 def adopt(recipe: Recipe) -> None:
     """Let the run directory belong to this recipe, if it does not yet. The caller holds the run's log."""
-    directory = run_directory(recipe)
+    directory = recipe.directory
     if _differences(directory, recipe):
         with _writing(directory):
             _write(directory, recipe)

@@ -14,7 +14,6 @@ from truestep.parallel.mesh import Limits, resolve
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
-from truestep.stages.context import run_directory
 from truestep.stages.corpora import stage_data
 from truestep.storage.probe import require_safe
 from truestep.storage.store import open_store
@@ -39,7 +38,7 @@ def check_doors(recipe: Recipe, stages: list[Stage], world: int, device: torch.d
         if model is not None:
             resolve(recipe.machine.mesh, world, Limits.of(recipe, model))
         if recipe.checkpoint.url:
-            place = checkpoint_place(recipe, run_directory(recipe), stage.name)
+            place = checkpoint_place(recipe, recipe.directory, stage.name)
             require_safe(open_store(place, recipe.checkpoint.storage_options))
 
 

@@ -23,7 +23,7 @@ from truestep.recipe.stage import Stage
 from truestep.runlog.log import RunLog, next_attempt
 from truestep.runlog.outbox import take_in
 from truestep.stages import pretrain
-from truestep.stages.context import Context, adopt, open_run, run_directory
+from truestep.stages.context import Context, adopt, open_run
 from truestep.stages.doors import check_doors
 from truestep.stages.measure import versions
 from truestep.stages.progress import TerminalProgress
@@ -83,7 +83,7 @@ def _attempt(recipe: Recipe, here: Place | None, command: str, launched: float) 
     begin_job()
     job = join(here, device=machine.device, threads=machine.threads, timeout_s=machine.timeout, regroups=regroups)
     with TerminalProgress(job.first) as progress:
-        context = Context(recipe, job, run_directory(recipe), 0, progress, command)
+        context = Context(recipe, job, recipe.directory, 0, progress, command)
         try:
             context.attempt = job.agree("open", lambda: _open(context))
             _say_start(context, launched)

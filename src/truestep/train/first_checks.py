@@ -51,4 +51,9 @@ def refuse(found: FirstChecks, say: Callable[[Fault], None], environ: Mapping[st
     reason = "; ".join(fault.text for fault in found.bad)
     if hosts and environ.get(SUPERVISED):
         raise Again(reason, hosts)
-    raise UserError(f"{reason}; replace what is broken (sentinel.check_host = false trains without this test)")
+    raise broken(reason)
+
+
+def broken(reason: str) -> UserError:
+    """What a run without a supervisor ends with: its devices or links fail their tests."""
+    return UserError(f"{reason}; replace what is broken (sentinel.check_host = false trains without this test)")

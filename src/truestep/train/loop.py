@@ -19,6 +19,7 @@ from truestep.runlog.records import Decision
 from truestep.sentinel.alarm import Alarm
 from truestep.train.balance import Balance
 from truestep.train.evaluate import HeldOut
+from truestep.train.first_checks import broken
 from truestep.train.guard import Corruption, hosts_of
 from truestep.train.memory import MemoryWatch
 from truestep.train.profile import StepProfiler
@@ -228,6 +229,8 @@ class Loop:
     def _corrupted(self, found: Corruption) -> None:
         for fault in found.faults:
             self.record.fault(fault)
+        if any(fault.kind == "host" for fault in found.faults) and not self.environ.get(SUPERVISED):
+            raise broken(str(found))  # the same device would fail its next test as well
         self.roll_back(str(found), not_after_step=found.since - 1, without=hosts_of(found.faults))
 
     def _count(self, step: int, num_targets: int) -> None:

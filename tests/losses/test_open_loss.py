@@ -10,6 +10,12 @@ from truestep.losses.cross_entropy import CrossEntropy
 from truestep.numerics.batch import IGNORE
 from truestep.numerics.head import HeadInput
 from truestep.recipe.stage import Loss as LossSection
+from truestep.recipe.stage import Stage
+
+
+def stage(loss):
+    return Stage(name="base", data="text", context=8, tokens=8, batch_tokens=8, loss=loss)
+
 
 OWN = """
 from truestep.losses.base import LossSum
@@ -39,11 +45,11 @@ def own_package(tmp_path, monkeypatch):
 
 
 def test_by_name():
-    assert open_loss(LossSection(z_loss=1e-4), 256) == CrossEntropy(z_loss=1e-4, chunk_tokens=256)
+    assert open_loss(stage(LossSection(z_loss=1e-4)), 256) == CrossEntropy(z_loss=1e-4, chunk_tokens=256)
 
 
 def test_own_loss_from_outside_the_package(own_package):
-    loss = open_loss(LossSection(kind="my_own_losses:Squares", options={"power": 4}), 256)
+    loss = open_loss(stage(LossSection(kind="my_own_losses:Squares", options={"power": 4})), 256)
     b = batch(torch.tensor([[0, 1, IGNORE]]))
     result = loss(HeadInput(torch.ones(1, 3, 1), torch.tensor([[3.0], [1.0]])), b)
     assert loss.weight(b) == 2 and result.sum.item() == 16.0 and result.metrics == {}
@@ -69,5 +75,5 @@ def test_a_sum_is_one_number_in_fp32_at_least(wrong):
 )
 def test_wrong_sections_are_one_sentence(own_package, section, says):
     with pytest.raises(UserError) as error:
-        open_loss(section, 256)
+        open_loss(stage(section), 256)
     assert says in str(error.value) and "\n" not in str(error.value)

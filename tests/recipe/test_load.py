@@ -69,15 +69,12 @@ def test_every_problem_at_once_with_file_field_value_and_remedy(tmp_path):
     )
     found = problems(file)
     assert [sentence.removeprefix(f"{file}: ") for sentence in found] == [
-        (
-            'stages.base.tokens is missing; it takes: count such as "50M" > 0 '
-            "(how many tokens to train on, rounded up to whole steps)."
-        ),
         'stages.base.optim.lr is "fast"; it takes: number > 0 (peak learning rate).',
         "stages.base.optim.lrr is not a field; did you mean 'lr'?",
         "stages.base.gate.max_bits_per_bite is not a field; did you mean 'max_bits_per_byte'?",
         'machine.compile is "maybe"; it takes: true or false (torch.compile every block).',
         "model.num_heads is 5, which does not divide hidden_size 64; change one, or set head_dim.",
+        "stages.base.tokens is missing; set it, or epochs.",
     ]
 
 

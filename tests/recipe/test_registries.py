@@ -8,5 +8,5 @@ from truestep.recipe import data, stage
 
 def test_names_are_those_of_the_registries():
     assert set(data.SOURCES) == set(registry.SOURCES)
-    assert set(stage.LOSSES) == set(base.LOSSES)
+    assert set(stage.TRAINED) == set(base.LOSSES)
     assert set(stage.OPTIMIZERS) == set(build.OPTIMIZERS)

@@ -11,7 +11,7 @@ ranks, prefetching and restarts only ask for other row numbers.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -24,7 +24,7 @@ import torch
 from truestep.data.blocks import digest
 from truestep.data.mixture import Mixture
 from truestep.data.order import Permutation
-from truestep.data.packing import Packing, Rows, open_packing
+from truestep.data.packing import NO_COLUMNS, Column, Packing, Rows, open_packing
 from truestep.data.shares import Shares
 from truestep.data.store import TokenStore
 from truestep.errors import DataError
@@ -71,6 +71,7 @@ class Loader:
         self.context, self.seed = context, seed
         self.packings = [corpus.open(context, mask_documents) for corpus in corpora]
         self.num_rows_per_epoch = [packing.num_rows for packing in self.packings]
+        self._columns = _columns(corpora, self.packings)
         caps = [_cap(corpus, num_rows) for corpus, num_rows in zip(corpora, self.num_rows_per_epoch)]
         self._mixture = Mixture([corpus.weight for corpus in corpora], caps)
         what = {"corpora": [corpus.describe() for corpus in corpora], "context": context, "seed": seed}
@@ -91,9 +92,13 @@ class Loader:
             places.append(where)
         if len(parts) == 1:
             return _batch(parts[0])
-        back = np.argsort(np.concatenate(places))
-        fields = zip(*((p.tokens_BT, p.labels_BT, p.positions_BT, p.documents_BT) for p in parts))
-        return _batch(Rows(*(np.concatenate(field)[back] for field in fields)))
+        back = torch.from_numpy(np.argsort(np.concatenate(places)))
+        first, *others = map(_batch, parts)
+        return first.map(lambda *fields: torch.cat(fields)[back], *others)
+
+    def padding(self, rows: int) -> Batch:
+        """Rows without a target."""
+        return padding(rows, self.context, self._columns)
 
     def targets(self, global_rows: np.ndarray) -> int:
         """How many targets these rows hold together; from document borders alone, so any rank can ask for all rows."""
@@ -182,7 +187,7 @@ def chosen(loader: Loader, start: int, stop: int, rows: int, mine: Sequence[int]
     if mine:
         numbers = loader.global_rows(start, stop).reshape(_num_microbatches(start, stop, rows), rows)[list(mine)]
         batches = _split(loader.rows(numbers.reshape(-1)), rows)
-    return batches + [padding(rows, loader.context)] * (count - len(mine))
+    return batches + [loader.padding(rows)] * (count - len(mine))
 
 
 def _num_microbatches(start: int, stop: int, rows: int) -> int:
@@ -299,7 +304,7 @@ class Prefetcher:
             mine, count = self._shares.mine(step, rank), self._shares.rounds(step)
             batches = chosen(self._loader, start, stop, rows, mine, count)
         if self._pin:
-            batches = [_map(torch.Tensor.pin_memory, batch) for batch in batches]
+            batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
         return batches, self._loader.targets(self._loader.global_rows(start, stop))
 
 
@@ -312,19 +317,32 @@ def evaluation_batches(
     num_rows = min(limit, packing.num_rows) if limit else packing.num_rows
     for first in range(rank * rows, -(-num_rows // (rows * world)) * rows * world, rows * world):
         numbers = np.arange(first, min(first + rows, num_rows))
-        missing = padding(rows - len(numbers), context)
+        missing = padding(rows - len(numbers), context, packing.columns)
         if not len(numbers):
             yield missing
             continue
         found = _batch(packing.rows(numbers * packing.num_rows // num_rows))
-        yield _map(lambda *parts: torch.cat(parts), found, missing) if len(numbers) < rows else found
+        yield found.map(lambda *parts: torch.cat(parts), missing) if len(numbers) < rows else found
 
 
-def padding(rows: int, context: int) -> Batch:
+def padding(rows: int, context: int, columns: Mapping[str, Column] = NO_COLUMNS) -> Batch:
     """Rows without a target, which touch no statistic."""
     tokens_BT = torch.zeros(rows, context, dtype=torch.int64)
     documents_BT = torch.full((rows, context), -1, dtype=torch.int32)
-    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), torch.zeros_like(tokens_BT), documents_BT)
+    empty = {name: torch.from_numpy(np.zeros((rows, context, *one.shape), one.dtype)) for name, one in columns.items()}
+    return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE), torch.zeros_like(tokens_BT), documents_BT, empty)
+
+
+def _columns(corpora: Sequence[Corpus], packings: Sequence[Packing]) -> dict[str, Column]:
+    """Those of every packing; DataError where they differ."""
+    first = packings[0].columns
+    for corpus, packing in zip(corpora, packings):
+        if packing.columns != first:
+            raise DataError(
+                f"{corpus.store.path} gives {', '.join(packing.columns) or 'plain text'}, but {corpora[0].store.path} "
+                f"gives {', '.join(first) or 'plain text'}; mix data of one format only"
+            )
+    return dict(first)
 
 
 def _cap(corpus: Corpus, num_rows: int) -> int | None:
@@ -337,17 +355,12 @@ def _cap(corpus: Corpus, num_rows: int) -> int | None:
 
 
 def _batch(rows: Rows) -> Batch:
-    return Batch(*map(torch.from_numpy, (rows.tokens_BT, rows.labels_BT, rows.positions_BT, rows.documents_BT)))
+    columns = {name: torch.from_numpy(column) for name, column in rows.columns.items()}
+    fields = rows.tokens_BT, rows.labels_BT, rows.positions_BT, rows.documents_BT
+    tokens_BT, labels_BT, positions_BT, documents_BT = map(torch.from_numpy, fields)
+    return Batch(tokens_BT, labels_BT, positions_BT, documents_BT, columns)
 
 
 def _split(batch: Batch, rows: int) -> list[Batch]:
-    return [Batch(*parts) for parts in zip(*(field.split(rows) for field in _fields(batch)))]
-
-
-def _map(function: Any, *batches: Batch) -> Batch:
-    return Batch(*map(function, *map(_fields, batches)))
-
-
-def _fields(batch: Batch) -> tuple[torch.Tensor, ...]:
-    assert batch.documents_BT is not None  # the loader always says
-    return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+    starts = range(0, len(batch.tokens_BT), rows)
+    return [batch.map(lambda x, start=start: x[start : start + rows]) for start in starts]

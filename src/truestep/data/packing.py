@@ -3,8 +3,10 @@
 To add a policy: a class with `num_rows`, `report`, `rows` and `targets`, and an entry in `open_packing`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -26,14 +28,29 @@ class Rows:
     labels_BT: np.ndarray
     positions_BT: np.ndarray
     documents_BT: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of places: `shape` follows (B, T)."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...] = ()
+
+
+NO_COLUMNS: Mapping[str, Column] = MappingProxyType({})
 
 
 class Packing(Protocol):
     """`num_rows` rows over one pass of a store. `report` counts tokens_in, tokens_out, dropped_tokens, padding_tokens,
-    ...; tokens_in = tokens_out + dropped_tokens."""
+    ...; tokens_in = tokens_out + dropped_tokens. `columns`: those that its rows have."""
 
     num_rows: int
     report: dict[str, int]
+
+    @property
+    def columns(self) -> Mapping[str, Column]: ...
 
     def rows(self, indices: np.ndarray) -> Rows:
         """The rows at `indices`, in that order."""
@@ -51,6 +68,8 @@ class SplitPacking:
     With `mask_documents` documents are apart: they do not see each other, positions restart, and the first token of a
     document is no target. A document that a row cuts goes on in the next one from position 0.
     """
+
+    columns = NO_COLUMNS
 
     def __init__(self, store: TokenStore, context: int, mask_documents: bool):
         if store.num_tokens < 2:
@@ -101,6 +120,8 @@ class BestFitPacking:
     came before). The last token of a document predicts nothing with `mask_documents`, else the next document of the
     row.
     """
+
+    columns = NO_COLUMNS
 
     def __init__(
         self, store: TokenStore, context: int, mask_documents: bool, too_long: str, folder: Path | None = None

@@ -15,6 +15,7 @@ from truestep.imports import is_import_path, load_object
 from truestep.numerics.batch import Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
 from truestep.recipe.stage import Loss as LossSection
+from truestep.recipe.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -47,23 +48,30 @@ class Loss(Protocol):
         ...
 
 
-LOSSES: dict[str, str] = {"cross-entropy": "truestep.losses.cross_entropy:CrossEntropy"}
-"""Losses by name. A new one is one new file with a class that follows `Loss`, and one line here; a loss of the user's
-own needs no line: the recipe names it by import path, and `options` are its keyword arguments."""
+LOSSES: dict[str, str] = {
+    "pretrain": "truestep.losses.cross_entropy:of_stage",
+    "sft": "truestep.losses.sft:of_stage",
+    "preference": "truestep.losses.preference:of_stage",
+    "reward_model": "truestep.losses.reward:of_stage",
+    "distill": "truestep.losses.distill:of_stage",
+}
+"""What makes the loss of a kind of stage: (stage, rows of logits held at a time) -> Loss. A new one is one new file
+with a class that follows `Loss`, and one line here; a loss of the user's own needs no line: the recipe names it by
+import path, and `options` are its keyword arguments."""
 
 
-def open_loss(section: LossSection, head_chunk_tokens: int) -> Loss:
-    """The loss that the recipe's section asks for. `head_chunk_tokens`: rows of logits held at a time by losses that
-    fuse the head. Raises UserError for an unknown name, a wrong import path, and options that would not be used."""
+def open_loss(stage: Stage, head_chunk_tokens: int) -> Loss:
+    """The loss that a stage asks for. `head_chunk_tokens`: rows of logits held at a time by losses that fuse the head.
+    Raises UserError for an unknown name, a wrong import path, and options that would not be used."""
+    section = stage.loss
     if is_import_path(section.kind):
         return _own_loss(section)
-    if section.kind not in LOSSES:
-        known = ", ".join(LOSSES)
-        raise UserError(f'loss.kind {section.kind!r} is unknown; write one of {known}, or "package.module:Class".')
+    if section.kind != "cross-entropy":
+        raise UserError(f'loss.kind {section.kind!r} is unknown; write cross-entropy, or "package.module:Class".')
     if section.options:
         names = ", ".join(section.options)
         raise UserError(f"loss.options ({names}) would not be used by {section.kind!r}; remove them.")
-    return load_object(LOSSES[section.kind], "loss")(z_loss=section.z_loss, chunk_tokens=head_chunk_tokens)
+    return load_object(LOSSES[stage.kind], "loss")(stage, head_chunk_tokens)
 
 
 def _own_loss(section: LossSection) -> Loss:

@@ -22,6 +22,7 @@ from truestep.losses.base import LossSum
 from truestep.numerics.axis import Axis
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.numerics.head import HeadInput, Logits, OwnLoss
+from truestep.recipe.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class CrossEntropy:
         else:
             total, nll = cross_entropy(out.logits(), batch.labels_BT, self.z_loss)
         return LossSum(total, {"nll": nll})
+
+
+def of_stage(stage: Stage, chunk_tokens: int) -> CrossEntropy:
+    return CrossEntropy(stage.loss.z_loss, chunk_tokens)
 
 
 def cross_entropy(

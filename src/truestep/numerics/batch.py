@@ -1,7 +1,7 @@
 """One microbatch: rows of one fixed shape, as tensors. B rows, T tokens each."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,12 +18,16 @@ class Batch:
     other, -1 marks padding; None = every row is one whole document.
 
     A `part` has some columns of the rows, but the documents of whole rows: its queries see keys outside of it, and
-    every rank of the context axis answers alike whether rows are whole documents."""
+    every rank of the context axis answers alike whether rows are whole documents.
+
+    `columns`: what else is known of the places, by name, each (B, T) or (B, T, ...) (truestep.data.samples says which
+    there are); padding has zeros in them."""
 
     tokens_BT: torch.Tensor
     labels_BT: torch.Tensor
     positions_BT: torch.Tensor
     documents_BT: torch.Tensor | None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_targets(self) -> int:
@@ -34,7 +38,8 @@ class Batch:
         """The same rows as padding: no target, and no document."""
         like = self.tokens_BT if self.documents_BT is None else self.documents_BT
         documents_BT = torch.full_like(like, -1, dtype=torch.int32)
-        return Batch(self.tokens_BT, torch.full_like(self.labels_BT, IGNORE), self.positions_BT, documents_BT)
+        zeros = {name: torch.zeros_like(column) for name, column in self.columns.items()}
+        return Batch(self.tokens_BT, torch.full_like(self.labels_BT, IGNORE), self.positions_BT, documents_BT, zeros)
 
     def part(self, columns: Sequence[range]) -> "Batch":
         """These columns of every row, in this order."""
@@ -45,17 +50,30 @@ class Batch:
         documents_BS = self.documents_BT
         if documents_BS is None:
             documents_BS = torch.zeros_like(self.tokens_BT, dtype=torch.int32)
-        return Batch(taken(self.tokens_BT), taken(self.labels_BT), taken(self.positions_BT), documents_BS)
+        rest = {name: taken(column) for name, column in self.columns.items()}
+        return Batch(taken(self.tokens_BT), taken(self.labels_BT), taken(self.positions_BT), documents_BS, rest)
 
     def to(self, device: torch.device | str) -> "Batch":
         """On `device`. Whether rows are whole documents is looked at here, on the CPU, since a GPU would have to be
         waited for; the plain causal kernels are the faster ones."""
         documents_BT = None if self._whole() else self.documents_BT
-        moved = [
-            None if x is None else x.to(device, non_blocking=True)
-            for x in (self.tokens_BT, self.labels_BT, self.positions_BT, documents_BT)
-        ]
-        return Batch(*moved)  # pyright: ignore[reportArgumentType]
+        return replace(self, documents_BT=documents_BT).map(lambda x: x.to(device, non_blocking=True))
+
+    def map(self, change: Callable[..., torch.Tensor], *others: "Batch") -> "Batch":
+        """`change` applied to every tensor, along with the same one of batches with the same columns."""
+        every = (self, *others)
+        return Batch(
+            change(*(one.tokens_BT for one in every)),
+            change(*(one.labels_BT for one in every)),
+            change(*(one.positions_BT for one in every)),
+            None if self.documents_BT is None else change(*(one.documents_BT for one in every)),
+            {name: change(*(one.columns[name] for one in every)) for name in self.columns},
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor that is there, in the order of `map`."""
+        found = [self.tokens_BT, self.labels_BT, self.positions_BT]
+        return [*found, *([] if self.documents_BT is None else [self.documents_BT]), *self.columns.values()]
 
     def _whole(self) -> bool:
         if self.documents_BT is None or self.documents_BT.device.type != "cpu":

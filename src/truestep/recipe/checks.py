@@ -9,6 +9,7 @@ from truestep.recipe.check_elastic import elastic_problems
 from truestep.recipe.check_mesh import mesh_problems
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.check_numerics import numerics_problems
+from truestep.recipe.check_stage import stage_problems
 from truestep.recipe.data import SOURCES, DataSection
 from truestep.recipe.digests import canonical
 from truestep.recipe.dump import toml
@@ -16,7 +17,7 @@ from truestep.recipe.effect import unused
 from truestep.recipe.paths import items, join, walk
 from truestep.recipe.problems import Problem, did_you_mean
 from truestep.recipe.recipe import Recipe
-from truestep.recipe.stage import LOSSES, OPTIMIZERS, Stage
+from truestep.recipe.stage import LOSSES, OPTIMIZERS, TRAINED, Stage
 
 
 def problems(recipe: Recipe) -> Iterator[Problem]:
@@ -29,8 +30,11 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
     for stage in recipe.stages:
         at = f"stages.{stage.name}"
         yield from _kinds(stage, at)
-        yield from _batch(stage, at, recipe)
-        yield from _schedule(stage, at)
+        missing = list(stage_problems(stage, at, recipe))
+        yield from missing
+        if not missing and stage.kind in TRAINED:
+            yield from _batch(stage, at, recipe)
+            yield from _schedule(stage, at)
         yield from _gate(stage, at, recipe)
     yield from numerics_problems(recipe.numerics, recipe.model)
     yield from _machine(recipe)
@@ -177,7 +181,7 @@ def _batch(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
         if point.after <= last:
             text = f"is {point.after}, but must be more than {last}, where the size before it begins; sort the points."
             yield Problem(path, text, (f"{at}.ramp",))
-        elif point.after >= stage.tokens:
+        elif stage.tokens and point.after >= stage.tokens:
             text = f"is {point.after}, but the stage ends at {stage.tokens} tokens; remove the point."
             yield Problem(path, text, (f"{at}.tokens",))
         last = point.after
@@ -189,6 +193,8 @@ def _schedule(stage: Stage, at: str) -> Iterator[Problem]:
     for name, length in wanted.items():
         if length > 1 and length != int(length):
             yield Problem(f"{at}.{name}", f"is {length}: write a fraction below 1, or a whole number of steps.")
+    if not stage.tokens:
+        return  # how many steps so many epochs are is known when the data is built
     steps = BatchSchedule.of(stage).steps
     total = sum(round(length * steps if length < 1 else length) for length in wanted.values())
     if total > steps:

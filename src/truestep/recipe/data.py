@@ -11,10 +11,10 @@ SOURCES = ("text", "jsonl", "parquet", "hf-saved", "hf-hub", "python-stdlib", "m
 class TokenizerSection(Section):
     """How text becomes ids."""
 
-    kind: Literal["train-bpe", "file", "bytes"] = field(
+    kind: Literal["train-bpe", "file", "bytes", "start"] = field(
         "bytes",
         help="train a byte-level BPE on the data, load a tokenizer.json (or a directory that has one), "
-        "or use raw bytes (256 ids + end-of-document)",
+        "use raw bytes (256 ids + end-of-document), or take that of the model that the first stage starts from",
     )
     path: str | None = field(
         None, help="kind = file: a tokenizer.json, a model directory, or a hub id with @revision", digest="where"
@@ -22,7 +22,13 @@ class TokenizerSection(Section):
     vocab_size: int = field(4096, help="kind = train-bpe: size of the vocabulary, special tokens included", ge=257)
     data: list[str] = field([], help="kind = train-bpe: data sections to train on; by default the first stage's")
     sample: Bytes = field("32MiB", help="kind = train-bpe: how much text to train on, taken evenly from the data")
-    eod: str | None = field(None, help="kind = file: token that ends a document; by default the tokenizer's eos token")
+    eod: str | None = field(
+        None, help="kind = file or start: token that ends a document; by default the tokenizer's eos token"
+    )
+    special: list[str] = field([], help="kind = train-bpe or bytes: further special tokens, such as <|im_start|>")
+    chat_template: str | None = field(
+        None, help="chatml, or a file with a Jinja template; by default the one beside the tokenizer"
+    )
 
 
 class Decontaminate(Section):
@@ -40,6 +46,17 @@ class DataSection(Section):
 
     source: str = field(help=f'{", ".join(SOURCES)}, or an import path "package.module:Class"')
     path: str | list[str] | None = field(None, help="files, folders, globs or object-store URLs", digest="where")
+    format: Literal["text", "messages", "prompt-completion", "preference", "labels", "steps"] = field(
+        "text",
+        help="what a row is: plain text; a conversation; a prompt and its completion; a prompt with chosen and "
+        "rejected answers; a prompt, an answer and a label; a prompt and an answer in labelled steps",
+    )
+    fields: dict[str, str] = field(
+        {}, help="where rows name them otherwise: our field to theirs, as in messages = conversations"
+    )
+    max_refused: float = field(
+        0.0, help="share of rows that may be refused (and are counted) before the build ends", ge=0, lt=1
+    )
     text_field: str = field("text", help="the field or column that holds the text")
     split: Literal["all", "train", "heldout"] = field(
         "all", help="with holdout: which part of the documents this section is"
@@ -61,8 +78,10 @@ class DataSection(Section):
     packing: Literal["split", "best-fit"] = field(
         "split", help="split: one stream cut into rows, nothing dropped (pretraining); best-fit: whole documents only"
     )
-    too_long: Literal["truncate", "split", "refuse"] = field(
-        "truncate", help="best-fit: what happens to a document longer than a row"
+    too_long: Literal["truncate", "split", "refuse", "drop"] = field(
+        "truncate",
+        help="best-fit: what happens to a document longer than a row. Rows of other formats than text cannot be split, "
+        "and may be dropped, which is counted",
     )
     storage_options: dict[str, str] = field(
         {}, help="options of the object store (endpoint, region, allow_http, ...); never secrets", digest="where"

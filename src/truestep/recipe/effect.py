@@ -15,9 +15,10 @@ from truestep.recipe.machine import LOOPED, Context, Ledger, Machine, Pipeline
 from truestep.recipe.model import ModelSection, RopeScaling
 from truestep.recipe.moe import Moe
 from truestep.recipe.numerics import LowPrecision
+from truestep.recipe.posttrain import Distill, Preference, Quantise, Reward
 from truestep.recipe.section import Section
 from truestep.recipe.sentinel import Spikes
-from truestep.recipe.stage import Gate, Loss, Optim, Sample, Schedule
+from truestep.recipe.stage import TRAINED, Gate, Loss, Optim, Sample, Schedule, Stage
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ _OF_OWN_MODULE = {"module", "options", "vocab_size", "max_context"}
 
 RULES: dict[type[Section], tuple[Rule, ...]] = {
     TokenizerSection: (
-        _when("kind", "file")("path", "eod"),
+        _when("kind", "file")("path"),
+        _when("kind", "file", "start")("eod"),
+        _when("kind", "train-bpe", "bytes")("special"),
         _when("kind", "train-bpe")("vocab_size", "data", "sample"),
     ),
     DataSection: (
@@ -101,6 +104,35 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
         _when("kind", "adamw", "muon")("betas", "eps", "weight_decay", "decay_embeddings"),
         Rule(("decay_embeddings",), lambda s: s.weight_decay > 0, "a weight_decay above 0", ("weight_decay",)),
         _own_kind("options"),
+    ),
+    Stage: (
+        _when("kind", *TRAINED)("data", "context", "tokens", "epochs", "batch_tokens", "ramp", "optim", "loss", "lora"),
+        _when("kind", "pretrain")("mask_documents"),
+        _when("kind", "sft")("sft"),
+        _when("kind", "preference")("preference"),
+        _when("kind", "reward_model")("reward"),
+        _when("kind", "distill")("distill"),
+        _when("kind", "quantise")("quantise"),
+        _when("kind", "sft", "preference", "distill")("remember"),
+    ),
+    Preference: (
+        _when("kind", "robust")("label_smoothing"),
+        _when("kind", "simpo")("margin"),
+        _when("kind", "kto")("desirable", "undesirable"),
+        _when("kind", "dpo", "ipo", "robust", "length-normalised", "kto")("reference"),
+    ),
+    Reward: (_when("kind", "pairs")("margins", "center"),),
+    Distill: (_when("divergence", "js")("mix"),),
+    Quantise: (
+        _when("scheme", "int4")("group"),
+        _when("scheme", "int4", "int8")("symmetric", "method"),
+        _when("method", "gptq")("damp"),
+        Rule(
+            ("calibration", "calibration_rows"),
+            lambda s: s.method == "gptq" or s.scheme == "fp8-static",
+            'method = "gptq" or scheme = "fp8-static"',
+            ("method", "scheme"),
+        ),
     ),
     Loss: (_when("kind", "cross-entropy")("z_loss"), _own_kind("options")),
     Gate: (_when("kind", "heldout")("max_loss", "max_bits_per_byte", "margin"), _when("kind", "none")("reason")),

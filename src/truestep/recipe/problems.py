@@ -110,10 +110,8 @@ def _problem(keys: Keys, errors: list[ErrorDetails], raw: Any, root: type[Sectio
 
 
 def _nearest(name: str, section: type[Section]) -> str:
-    """The remedy for an unknown field: the nearest one here, else the same name one level down."""
+    """The remedy for an unknown field: the same name one level down, else the nearest one here."""
     known = list(section.model_fields)
-    if get_close_matches(name, known, n=1, cutoff=0.6):
-        return did_you_mean(name, known)
     below = {f: section_in(info.annotation) for f, info in section.model_fields.items()}
     deeper = [f"{f}.{name}" for f, inner in below.items() if inner is not None and name in inner.model_fields]
     return f"did you mean {deeper[0]!r}?" if deeper else did_you_mean(name, known)

@@ -5,9 +5,12 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from truestep.recipe.data import MixtureItem
+from truestep.recipe.posttrain import Distill, Lora, Preference, Quantise, Remember, Reward, Sft
 from truestep.recipe.section import Section, field
 from truestep.recipe.units import Count, Number
 
+TRAINED = ("pretrain", "sft", "preference", "reward_model", "distill")
+"""Kinds of stages that train."""
 OPTIMIZERS = ("adamw", "muon")
 LOSSES = ("cross-entropy",)
 Rate = Annotated[Number, Ge(0), Lt(1)]
@@ -99,21 +102,31 @@ class Sample(Section):
 
 
 class Stage(Section):
-    """One stage of the lifecycle. The kinds here are those that exist today; each takes a model and gives a model."""
+    """One stage of the lifecycle. Each kind takes a model and gives a model."""
 
     name: str = field(help="unique in the recipe; overrides address a stage by it", pattern=r"^[a-z0-9][a-z0-9_-]*$")
-    kind: Literal["pretrain"] = field("pretrain", help="what the stage does")
+    kind: Literal["pretrain", "sft", "preference", "reward_model", "distill", "quantise"] = field(
+        "pretrain", help="what the stage does"
+    )
     start: str = field("init", help='init, "stage:NAME", a model directory, or a hub id "org/name@commit"')
-    data: str | list[MixtureItem] = field(help="a [data.*] section, or a mixture")
-    context: int = field(help="tokens in a row", gt=0)
-    tokens: Count = field(help="how many tokens to train on, rounded up to whole steps", gt=0)
-    batch_tokens: Count = field(help="tokens of a step over all ranks", gt=0)
+    data: str | list[MixtureItem] = field([], help="a [data.*] section, or a mixture")
+    context: int = field(0, help="tokens in a row", ge=0)
+    tokens: Count = field(0, help="how many places of rows to train on, rounded up to whole steps", ge=0)
+    epochs: float = field(0.0, help="instead of tokens: passes over the data, rounded up to whole steps", ge=0)
+    batch_tokens: Count = field(0, help="places of rows in a step over all ranks", ge=0)
     ramp: list[RampPoint] = field([], help="batch-size ramp; batch_tokens holds until the first point")
     mask_documents: bool = field(
         True, help="documents of one row do not see each other, positions restart, the label across a border is dropped"
     )
     optim: Optim = field(Optim(), help="optimizer")
     loss: Loss = field(Loss(), help="loss")
+    sft: Sft = field(Sft(), help="kind = sft: what carries loss")
+    preference: Preference = field(Preference(), help="kind = preference: the loss on pairs")
+    reward: Reward = field(Reward(), help="kind = reward_model: the loss on scores")
+    distill: Distill | None = field(None, help="kind = distill: the teacher")
+    quantise: Quantise = field(Quantise(), help="kind = quantise: the format")
+    lora: Lora | None = field(None, help="train low-rank adapters instead of all weights")
+    remember: Remember = field(Remember(), help="what keeps the stage from undoing the one before")
     evaluate: Evaluation | None = field(None, help="held-out evaluation")
     gate: Gate | None = field(
         None, help="decision after the stage; needed (use kind = none with a reason to go without)"

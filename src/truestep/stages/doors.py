@@ -28,7 +28,7 @@ def check_doors(recipe: Recipe, stages: list[Stage], world: int, device: torch.d
     if recipe.model is not None and recipe.model.module is not None:
         load_object(recipe.model.module, "model")
     for stage in stages:
-        open_loss(stage.loss, recipe.machine.head_chunk_tokens)
+        open_loss(stage, recipe.machine.head_chunk_tokens)
         if is_import_path(stage.optim.kind):
             load_object(stage.optim.kind, "optimizer")
         for section in (recipe.data[name] for name in stage_data(stage)):

@@ -6,6 +6,7 @@ import os
 import platform
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -19,10 +20,10 @@ from truestep.parallel.orders import Orders
 from truestep.parallel.witness import Witness
 from truestep.recipe.digests import bits, what, where
 from truestep.recipe.recipe import Recipe
-from truestep.recipe.stage import Stage
+from truestep.recipe.stage import TRAINED, Stage
 from truestep.runlog.log import RunLog, next_attempt
 from truestep.runlog.outbox import take_in
-from truestep.stages import pretrain
+from truestep.stages import training
 from truestep.stages.context import Context, adopt, open_run
 from truestep.stages.doors import check_doors
 from truestep.stages.measure import versions
@@ -31,8 +32,9 @@ from truestep.stages.resume import bits_now
 
 COLLECTIONS = 5
 """Most passes of the collector over what a failed attempt leaves."""
-STAGES = {"pretrain": pretrain.carry_out}
-"""Kinds of stages. A new one is one new file here with `carry_out(context, stage)`, and a line in this dict."""
+STAGES: dict[str, Callable[[Context, Stage], str]] = dict.fromkeys(TRAINED, training.carry_out)
+"""Kinds of stages. A new one that does not train is one new file here with `carry_out(context, stage)`, and a line in
+this dict."""
 
 
 def carry_out(recipe: Recipe, here: Place | None, command: str) -> str:

@@ -146,7 +146,7 @@ def assemble(
         parallel=parallel,
         optimizer=optimizer,
         section=stage.optim,
-        loss=open_loss(stage.loss, head_chunk_tokens),
+        loss=open_loss(stage, head_chunk_tokens),
         scaler=LossScaler() if parallel.dtype == torch.float16 else LossScaler.off(),
         steps=steps,
         seed=seed,

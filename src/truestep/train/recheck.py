@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -147,14 +146,9 @@ class Recheck:
         """Microbatches of the rank that is `shift` further on."""
         if shift % self.size == 0:
             return batches
-        fields = [x for batch in batches for x in _fields(batch) if x is not None]
-        packed = torch.cat([x.reshape(-1).to("cpu", torch.int64) for x in fields])
-        arrived = iter(self._passed_back(packed, shift).split([x.numel() for x in fields]))
-
-        def like(x: torch.Tensor | None) -> Any:
-            return None if x is None else next(arrived).view(x.shape).to(x.dtype)
-
-        return [Batch(*(like(x) for x in _fields(batch))) for batch in batches]
+        fields = [x.contiguous().cpu().view(-1).view(torch.uint8) for batch in batches for x in batch.tensors()]
+        arrived = iter(self._passed_back(torch.cat(fields), shift).split([x.numel() for x in fields]))
+        return [batch.map(lambda x: next(arrived).clone().view(x.dtype).view(x.shape)) for batch in batches]
 
     def _passed_back(self, values: torch.Tensor, shift: int) -> torch.Tensor:
         """The tensor of the rank that is `shift` further on, while the one `shift` back is given this rank's."""
@@ -177,10 +171,6 @@ def _bits(losses: torch.Tensor, prints: dict[str, torch.Tensor]) -> Bits:
 
 def _finite(values: Sequence[float]) -> list[bool]:
     return [math.isfinite(value) for value in values]
-
-
-def _fields(batch: Batch) -> tuple[torch.Tensor | None, ...]:
-    return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
 
 
 def _judged(told: list) -> list[Trial]:

@@ -1,4 +1,5 @@
-"""The pretrain stage: text in, base model out. Read top to bottom."""
+"""A stage that trains, of whatever kind: data in, model out. What the kinds differ in is chosen where the parts are put
+together: data, loss, what the model is made of (stages.assemble). Read top to bottom."""
 
 import os
 from dataclasses import asdict

@@ -1,0 +1,46 @@
+"""What each kind of stage needs of its own fields, of its data and of its start."""
+
+from collections.abc import Iterator
+
+from truestep.recipe.problems import Problem
+from truestep.recipe.recipe import Recipe
+from truestep.recipe.stage import TRAINED, Stage
+
+FORMATS = {
+    "pretrain": ("text",),
+    "sft": ("messages", "prompt-completion"),
+    "preference": ("preference", "labels"),
+    "reward_model": ("preference", "steps"),
+    "distill": ("text", "messages", "prompt-completion"),
+}
+"""Formats of rows that a kind of stage trains on."""
+
+
+def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
+    """Everything that a stage of its kind lacks."""
+    if stage.kind not in TRAINED:
+        if stage.start == "init":
+            yield Problem(f"{at}.start", f'is "init", but kind = "{stage.kind}" needs a model; name one.')
+        return
+    for name in ("data", "context", "batch_tokens"):
+        if not getattr(stage, name):
+            yield Problem(f"{at}.{name}", f'is missing; kind = "{stage.kind}" trains.')
+    if bool(stage.tokens) == bool(stage.epochs):
+        text = "and epochs are both set; remove one." if stage.tokens else "is missing; set it, or epochs."
+        yield Problem(f"{at}.tokens", text, (f"{at}.epochs",))
+    if stage.kind == "distill" and stage.distill is None:
+        yield Problem(f"{at}.distill", 'is missing; kind = "distill" needs [stages.distill] with a teacher.')
+    if stage.lora is not None and stage.start == "init":
+        yield Problem(f"{at}.lora", 'adapts frozen weights, but start = "init" has none; start from a model.')
+    yield from _formats(stage, at, recipe)
+
+
+def _formats(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
+    wanted = FORMATS[stage.kind]
+    names = [stage.data] if isinstance(stage.data, str) else [item.data for item in stage.data]
+    for name in [*names, *([stage.evaluate.data] if stage.evaluate else [])]:
+        section = recipe.data.get(name)
+        if section is not None and section.format not in wanted:
+            words = " or ".join(f'"{one}"' for one in wanted)
+            text = f'is "{section.format}", but stage {stage.name!r} of kind = "{stage.kind}" takes {words}.'
+            yield Problem(f"data.{name}.format", text, (f"{at}.kind", f"{at}.data"))

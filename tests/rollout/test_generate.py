@@ -11,7 +11,7 @@ from tests.models.families import VOCAB, tiny
 from truestep.errors import ModelError
 from truestep.models.load import load_model
 from truestep.numerics.counter import uniform
-from truestep.rollout.generate import choose, generate, generate_ids
+from truestep.rollout.generate import choose, generate, generate_ids, stream_ids
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
 
@@ -78,6 +78,19 @@ def test_stops_at_the_end_of_the_document(model):
     stop = free[0][4]
     for wanted, found in zip(free, generate_ids(model, PROMPTS, 12, stop_ids=[stop])):
         assert found == (wanted[: wanted.index(stop)] if stop in wanted else wanted)
+
+
+def test_a_stream_gives_the_same_ids_one_by_one(model):
+    drawn = {"temperature": 1.0, "top_p": 0.9, "seed": 4}
+    (free,) = generate_ids(model, PROMPTS[:1], 12, **drawn)
+    stream = stream_ids(model, PROMPTS[0], 12, stop_ids=[free[5]], **drawn)
+    assert next(stream) == free[0] and not model.training
+    assert [free[0], *stream] == free[: free.index(free[5])]
+    model.train()
+    stream = stream_ids(model, PROMPTS[0], 12)
+    next(stream)
+    stream.close()
+    assert model.training, "whoever stops early leaves the module as it was"
 
 
 def test_beyond_the_context_is_refused(model):

@@ -1,6 +1,7 @@
 """Generation with a key/value cache: prompts of unlike lengths together, the same completions as one by one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +39,6 @@ def generate(
     return [tokenizer.decode(row) for row in new]
 
 
-@torch.no_grad()
 def generate_ids(
     model: torch.nn.Module,
     prompts: Sequence[Sequence[int]],
@@ -52,17 +52,36 @@ def generate_ids(
 
     Prompts are padded on the left; pads belong to no document and real tokens count from position 0. The module's
     training flags are left as they were. A module of the user's own has no cache and is run anew for every token."""
+    out: list[list[int]] = [[] for _ in prompts]
     if not prompts or max_new_tokens < 1:
-        return [[] for _ in prompts]
-    if isinstance(model, Decoder):
-        _check_length(model, max(map(len, prompts)), max_new_tokens)
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        return _generate(model, prompts, max_new_tokens, frozenset(stop_ids), temperature, top_p, seed)
-    finally:
-        for module, training in flags.items():
-            module.training = training
+        return out
+    stop_ids, open_rows = frozenset(stop_ids), set(range(len(prompts)))
+    for chosen in _choices(model, prompts, max_new_tokens, temperature, top_p, seed):
+        for row, token in enumerate(chosen):
+            if row in open_rows and token in stop_ids:
+                open_rows.discard(row)
+            elif row in open_rows:
+                out[row].append(token)
+        if not open_rows:
+            break
+    return out
+
+
+def stream_ids(
+    model: torch.nn.Module,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: Iterable[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """The ids that `generate_ids` gives for one prompt, each as soon as it is chosen."""
+    stop_ids = frozenset(stop_ids)
+    for (token,) in _choices(model, [prompt], max_new_tokens, temperature, top_p, seed):
+        if token in stop_ids:
+            return
+        yield token
 
 
 def _check_length(model: Decoder, longest: int, max_new_tokens: int) -> None:
@@ -74,15 +93,18 @@ def _check_length(model: Decoder, longest: int, max_new_tokens: int) -> None:
         )
 
 
-def _generate(
+@torch.no_grad()
+def _choices(
     model: torch.nn.Module,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    stop_ids: frozenset[int],
     temperature: float,
     top_p: float,
     seed: int,
-) -> list[list[int]]:
+) -> Iterator[list[int]]:
+    """The next id of every row, `max_new_tokens` times: rows that came to their end go on."""
+    if isinstance(model, Decoder):
+        _check_length(model, max(map(len, prompts)), max_new_tokens)
     device = next(model.parameters()).device
     rows, longest = len(prompts), max(map(len, prompts))
     tokens_BT = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
@@ -90,26 +112,30 @@ def _generate(
     positions_BT = torch.arange(longest, device=device) - pads_B1
     cache = KVCache(len(model.blocks), rows, longest + max_new_tokens - 1) if isinstance(model, Decoder) else None
     keys = [key_of(seed, f"sample:{row}") for row in range(rows)]
-    out: list[list[int]] = [[] for _ in prompts]
-    open_rows = set(range(rows))
-    for step in range(max_new_tokens):
-        logits_BV = _last_logits(model, tokens_BT, positions_BT, cache)
-        draws = [float(uniform(key, step, 1)) for key in keys] if temperature > 0 else []
-        chosen_B = choose(logits_BV, temperature, top_p, torch.tensor(draws, dtype=torch.float64, device=device))
-        for row, token in enumerate(chosen_B.tolist()):
-            if row in open_rows and token in stop_ids:
-                open_rows.discard(row)
-            elif row in open_rows:
-                out[row].append(token)
-        if not open_rows:
-            break
-        ahead_B1 = positions_BT[:, -1:] + 1
-        if cache is None:
-            tokens_BT = torch.cat((tokens_BT, chosen_B[:, None]), dim=1)
-            positions_BT = torch.cat((positions_BT, ahead_B1), dim=1)
-        else:
-            tokens_BT, positions_BT = chosen_B[:, None], ahead_B1
-    return out
+    with _evaluating(model):
+        for step in range(max_new_tokens):
+            logits_BV = _last_logits(model, tokens_BT, positions_BT, cache)
+            draws = [float(uniform(key, step, 1)) for key in keys] if temperature > 0 else []
+            chosen_B = choose(logits_BV, temperature, top_p, torch.tensor(draws, dtype=torch.float64, device=device))
+            yield chosen_B.tolist()
+            ahead_B1 = positions_BT[:, -1:] + 1
+            if cache is None:
+                tokens_BT = torch.cat((tokens_BT, chosen_B[:, None]), dim=1)
+                positions_BT = torch.cat((positions_BT, ahead_B1), dim=1)
+            else:
+                tokens_BT, positions_BT = chosen_B[:, None], ahead_B1
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Training flags as in evaluation, and back."""
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags.items():
+            module.training = training
 
 
 def _last_logits(

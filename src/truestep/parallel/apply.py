@@ -87,6 +87,7 @@ def parallelize(
     context: Context | None = None,
     reduces_itself: bool = False,
     async_tp: bool = False,
+    groups: Groups | None = None,
 ) -> Parallel:
     """Split and shard `model` (on the meta device), give it memory on `device` and have `fill(model, pieces)` fill the
     pieces of its parameters in place.
@@ -94,9 +95,10 @@ def parallelize(
     Gradients are *summed* over ranks (divisor 1): the step has divided each microbatch's loss by the weight of the
     whole global batch. Compute is in `dtype`; parameters, gradients and reductions stay at least fp32. With
     `reduces_itself` replicas are sharded by FSDP2 too (over one rank each), whose reductions can be taken over; with
-    `async_tp` products and collectives of the tensor axis are one (numerics.fused).
+    `async_tp` products and collectives of the tensor axis are one (numerics.fused). `groups`: those of a model that is
+    there already; by default new ones.
     """
-    groups = make_groups(degrees, device, context)
+    groups = groups or make_groups(degrees, device, context)
     if async_tp:
         require_symmetric_memory(groups.axes.tp, device)
         groups.axes.tp.fuses = groups.axes.tp.size > 1
@@ -136,7 +138,7 @@ def parallelize(
         for part in parts.values():
             names = {name for name, _ in part.named_parameters()} | {name for name, _ in part.named_buffers()}
             fill(part, {name: piece for name, piece in pieces.items() if name in names})
-    if replicates:
+    if replicates and any(parameter.requires_grad for parameter in model.parameters()):
         result.call = _replicate(model, groups, result.wire)
     if degrees.pp > 1:
         _lay_pipeline(result, parts, groups, pipeline)

@@ -150,9 +150,10 @@ class Parallel:
             begin(index)
             self.probe.begin(index)
             batch = batch.to(self.device)
+            head = loss_of(batch)
             with self.microbatch(last=index == len(batches) - 1):
                 with self.compute(), self.kept.counting(0, self.bare):
-                    loss_sum, extra = forward(self.call, batch, loss_of(batch))
+                    loss_sum, extra = forward(self.call, batch, head)
                 if factor:
                     (loss_sum * factor).backward()
                     self._gradients_made()
@@ -213,7 +214,7 @@ class Parallel:
         axes = self.groups.axes
         return batch if axes.cp.size == 1 else batch.part(axes.columns(batch.tokens_BT.shape[1]))
 
-    def evaluate(self, batch: Batch, head: Callable[[Any], torch.Tensor]) -> torch.Tensor | None:
+    def evaluate(self, batch: Batch, head: Callable[[Any], Any]) -> Any:
         """The result of `head` on one microbatch, without gradients; None where this rank does not have the head."""
         batch = batch.to(self.device)
         if self.pipeline is not None:

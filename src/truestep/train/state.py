@@ -1,5 +1,6 @@
 """Everything that a stage's training consists of at one moment, and how it becomes a checkpoint and comes back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from truestep.data.shares import Shares
 from truestep.errors import CheckpointError
 from truestep.losses.base import Loss
+from truestep.numerics.batch import Batch
 from truestep.numerics.pieces import Piece, piece_of
 from truestep.optim.named import NamedOptimizer
 from truestep.optim.scaler import LossScaler
@@ -29,8 +31,9 @@ class TrainState:
     """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (spikes and
     fp16 overflows skip one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the
     start model. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
-    ranks. `recomputed`: what each block of the whole model recomputes, by its number, where that is known. `guard`
-    looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at those of its shards."""
+    ranks. `before`: what adds columns to a microbatch that is on its device, before its forward pass: models beside
+    this one that take no gradient. `recomputed`: what each block of the whole model recomputes, by its number, where
+    that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at those of its shards."""
 
     job: Job
     parallel: Parallel
@@ -42,6 +45,7 @@ class TrainState:
     seed: int
     exact: Exact | None = None
     own_weight: bool = False
+    before: list[Callable[[Batch], Batch]] = field(default_factory=list)
     guard: Guard | None = None
     recomputed: dict[int, Recompute] = field(default_factory=dict)
     step: int = 0

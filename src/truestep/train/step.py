@@ -82,6 +82,8 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         begin_number(state.number(index, groups.data_rank))
 
     def loss_of(batch: Batch) -> Any:
+        for add in state.before:
+            batch = add(batch)
         return partial(head_loss, state.loss, batch)
 
     share = scale / divisor if divisor else 0.0

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,11 +25,13 @@ from truestep.checkpoint.checkpointer import Checkpointer
 from truestep.checkpoint.control import Group, begin_job
 from truestep.checkpoint.load import load
 from truestep.data.loader import padding
+from truestep.data.packing import Column
 from truestep.models.build import init_weights
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
 from truestep.numerics.pieces import Piece, stream_whole
 from truestep.parallel.job import Job
+from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
 from truestep.storage.local import LocalStore
 from truestep.train.build import build
@@ -193,37 +196,49 @@ def ranks_load(rank: int, world: int, one: Composition, folder: str, mutation: s
         return found if rank == 0 else {}
 
 
-def start(rank: int, world: int, one: Composition, own: bool = True) -> TrainState:
-    """The state at step 0; with the composition's own weights, or with the first weights of a run."""
+def start(
+    rank: int,
+    world: int,
+    one: Composition,
+    own: bool = True,
+    *,
+    stage: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    reduction: str = "fast",
+) -> TrainState:
+    """The state at step 0; with the composition's own weights, or with the first weights of a run. `stage`, `model`:
+    fields that are otherwise than a pretraining stage's, or than the composition's section."""
     begin_job()  # a rank of the pool has been in other worlds than its peers
     control = dist.new_group(backend="gloo") if world > 1 else None
     job = Job(rank, world, rank, world, torch.device("cpu"), "test", control, None)
-    stage = Stage(
-        name="tiny",
-        data="x",
-        context=one.context,
-        tokens=10_000,
-        batch_tokens=one.rows * one.context,
-        optim={"clip_norm": 0, "schedule": {"kind": "constant", "warmup": 0}, **OPTIMIZERS[one.optimizer]},
-        loss={"z_loss": oracle.Z_LOSS if one.z_loss else 0.0},
-    )
+    fields = {
+        "name": "tiny",
+        "data": "x",
+        "context": one.context,
+        "tokens": 10_000,
+        "batch_tokens": one.rows * one.context,
+        "optim": {"clip_norm": 0, "schedule": {"kind": "constant", "warmup": 0}, **OPTIMIZERS[one.optimizer]},
+        "loss": {"z_loss": oracle.Z_LOSS if one.z_loss else 0.0},
+    }
+    section = one.section().model_copy(update=dict(model or {}))
     with torch.device("meta"):
-        model = Decoder(one.section())
-    values = oracle.whole_weights(one)
+        decoder = Decoder(section)
+    values = oracle.whole_weights(one, section)
 
     def own_values(_: nn.Module, pieces: dict[str, Piece]) -> None:
         for name, piece in pieces.items():
             piece.local.copy_(values[name][piece.region])
 
     return build(
-        stage,
-        model,
+        Stage(**(fields | dict(stage or {}))),
+        decoder,
         own_values if own else lambda model, pieces: init_weights(model, 3, pieces),
         job=job,
         machine=one.machine(),
         precision=one.precision,
         seed=1,
         steps=100,
+        numerics=Numerics(reduction=reduction),
     )
 
 
@@ -243,17 +258,20 @@ def share(one: Composition, batch: Batch, rank: int) -> list[Batch]:
     place = one.degrees.coordinate(rank)
     number = place.dp_replicate * one.dp_shard + place.dp_shard
     filled = -len(batch.tokens_BT) % one.size
+    pieces = [batch.map(lambda x, at=at: x[at : at + one.size]) for at in range(0, len(batch.tokens_BT), one.size)]
     if filled:
-        missing = padding(filled, one.context)
-        batch = Batch(*(torch.cat(pair) for pair in zip(_fields(batch), _fields(missing))))
-    pieces = [Batch(*parts) for parts in zip(*(x.split(one.size) for x in _fields(batch)))]
-    pieces += [padding(one.size, one.context)] * (-len(pieces) % one.degrees.data_parallel)
+        pieces[-1] = pieces[-1].map(lambda *parts: torch.cat(parts), nothing(batch, filled))
+    pieces += [nothing(batch, one.size)] * (-len(pieces) % one.degrees.data_parallel)
     return pieces[number :: one.degrees.data_parallel]
 
 
-def _fields(batch: Batch) -> tuple[torch.Tensor, ...]:
-    assert batch.documents_BT is not None
-    return batch.tokens_BT, batch.labels_BT, batch.positions_BT, batch.documents_BT
+def nothing(like: Batch, rows: int) -> Batch:
+    """Rows of padding with the columns of a batch, as the loader makes them."""
+    columns = {
+        name: Column(np.dtype(str(column.dtype).removeprefix("torch.")), tuple(column.shape[2:]))
+        for name, column in like.columns.items()
+    }
+    return padding(rows, like.tokens_BT.shape[1], columns)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Of truestep it uses the Decoder's modules alone. Weights, data, loss, clipping a
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from tests.parallel.compositions import Composition
 from truestep.models.decoder import Decoder
 from truestep.models.router import Router
 from truestep.numerics.batch import IGNORE, Batch
+from truestep.recipe.model import ModelSection
 
 LR, ADAM_LR, BETAS, EPS, CLIP_NORM, Z_LOSS = 0.1, 1e-3, (0.9, 0.95), 1e-8, 1.0, 1e-2
 MARGIN, ORDERS, TINY = 1e-4, 3, 1e-30
@@ -33,11 +34,11 @@ class Step:
     weights: dict[str, torch.Tensor]
 
 
-def whole_weights(one: Composition) -> dict[str, torch.Tensor]:
+def whole_weights(one: Composition, section: ModelSection | None = None) -> dict[str, torch.Tensor]:
     """Values for every parameter and buffer, none of them plain (no zero biases, no unit scales, no even loads), exact
     in fp32: each depends on the seed and the name alone."""
     with torch.device("meta"):
-        model = Decoder(one.section())
+        model = Decoder(section or one.section())
     return {name: _values(name, tuple(x.shape), one) for name, x in model.state_dict().items()}
 
 
@@ -71,9 +72,9 @@ def global_batch(one: Composition, step: int, attempt: int) -> Batch:
     return Batch(x_BT[:, :-1].clone(), labels_BT, torch.where(place >= cut, place - cut, place), documents_BT)
 
 
-def whole_model(one: Composition, dtype: torch.dtype = torch.float64) -> Decoder:
+def whole_model(one: Composition, dtype: torch.dtype = torch.float64, section: ModelSection | None = None) -> Decoder:
     """The model on one device, with the weights of the composition."""
-    model = Decoder(one.section()).to(dtype)
+    model = Decoder(section or one.section()).to(dtype)
     with torch.no_grad():
         for name, x in model.state_dict().items():
             x.copy_(_values(name, tuple(x.shape), one))
@@ -194,7 +195,7 @@ def rounding(one: Composition) -> dict[str, float]:
     for order in range(ORDERS):
         rows = torch.randperm(one.rows, generator=torch.Generator().manual_seed(order))
         model = whole_model(one, torch.float32)
-        losses = run(model, Batch(*(getattr(batch, f.name)[rows] for f in fields(batch))), one)
+        losses = run(model, batch.map(lambda x, rows=rows: x[rows]), one)
         grads = _gradients(model, losses.total)
         norm = torch.cat([grad.flatten() for grad in grads.values()]).norm().item()
         found = grads | _figures(losses.reported.item(), losses.nll.item(), norm)

@@ -150,7 +150,7 @@ def assemble(
         scaler=LossScaler() if parallel.dtype == torch.float16 else LossScaler.off(),
         steps=steps,
         seed=seed,
-        own_weight=is_import_path(stage.loss.kind),
+        own_weight=is_import_path(stage.loss.kind) or stage.kind != "pretrain",
         counters=job.counters,
     )
 

@@ -1,0 +1,116 @@
+"""Every loss after pretraining, on every mesh and in every layout of its rows, against its formula in one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel.compositions import Composition, parse
+from tests.parallel.harness import same_bits
+from tests.parallel.objectives import OBJECTIVES
+from tests.parallel.posttrain import Layout, faults, formula, learn, rows, told_apart, units_of
+
+BASE = "rows=8 size=2 context=32 kv_heads=2 tie=True"
+MESHES = {
+    "1 x 8 rows": "size=8",
+    "4 x 2 rows": "",
+    "8 x 1 rows": "size=1",
+    "FSDP": "dp_shard=2 size=1",
+    "FSDP of 4": "dp_shard=4",
+    "DDP": "dp_replicate=2 size=1",
+    "HSDP": "dp_replicate=2 dp_shard=2",
+    "padding rows": "dp_shard=2 size=3",
+    "tensor": "tp=2 vocab=37",
+    "pipeline": "pp=2 size=1",
+    "context": "cp=2",
+    "context of 4 by Ulysses": "cp=2 style=ulysses tp=2",
+    "FSDP x tensor x pipeline": "dp_shard=2 tp=2 pp=2",
+}
+LAYOUTS = {
+    "packed": Layout(together=2),
+    "more padding": Layout(context=48),
+    "other order": Layout(reverse=True),
+    "packed in other order": Layout(context=64, together=3, reverse=True),
+}
+ALONE = Layout()
+ALWAYS = {"4 x 2 rows", "FSDP", "tensor", "pipeline", "context"}
+"""Meshes of the set that every test run tries."""
+WITHOUT_CONTEXT = {"pairs of scores", "scores of steps"}
+"""Score heads do without context parallelism (a recipe with both is refused)."""
+
+
+def composition(line: str) -> Composition:
+    return parse(f"{BASE} {line}")
+
+
+def cases(names: dict, always: set[str]) -> list:
+    return [
+        pytest.param(name, other, marks=() if other in always else pytest.mark.slow)
+        for name in OBJECTIVES
+        for other in names
+        if not (name in WITHOUT_CONTEXT and "context" in other)
+    ]
+
+
+@pytest.mark.parametrize("name, mesh", cases(MESHES, ALWAYS))
+def test_c13_mesh_and_accumulation_change_no_loss(pool, name, mesh):
+    """Properties 1, 22, 27, 28. Units share rows, so that a row's sums do not help."""
+    one = composition(MESHES[mesh])
+    batch = rows(one, name, Layout(together=2))
+    wanted = formula(one, OBJECTIVES[name], units_of(one, OBJECTIVES[name]))
+    found = learn(pool, replace(one, rows=len(batch.tokens_BT)), name, batch)
+    assert not faults(found, wanted)
+    plain = composition(f"vocab={one.vocab} size=1 rows={len(batch.tokens_BT)}")
+    assert not told_apart(found, learn(pool, plain, name, batch))
+
+
+@pytest.mark.parametrize("name, layout", cases(LAYOUTS, {"packed in other order"}))
+def test_c13_packing_padding_and_order_of_rows_change_no_loss(pool, name, layout):
+    """Properties 5, 12, 16. The formula sees each sample alone."""
+    here = LAYOUTS[layout]
+    one = composition(f"context={here.context} size=1")
+    batch = rows(one, name, here)
+    wanted = formula(one, OBJECTIVES[name], units_of(one, OBJECTIVES[name]))
+    assert not faults(learn(pool, replace(one, rows=len(batch.tokens_BT)), name, batch), wanted)
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        pytest.param(name, line, marks=() if line == "dp_shard=2" else pytest.mark.slow)
+        for name in OBJECTIVES
+        for line in ("dp_shard=2", "dp_replicate=2", "dp_replicate=2 dp_shard=2", "dp_shard=4", "pp=2")
+    ],
+)
+def test_exact_reduction_is_bitwise_over_ranks(pool, name, line):
+    one = composition(f"size=1 precision=float32 {line}")
+    batch = rows(one, name, Layout(together=2))
+    one = replace(one, rows=len(batch.tokens_BT))
+    alone, found = (learn(pool, where, name, batch, "exact") for where in (one.on(), one))
+    assert (found.loss, found.norm, found.metrics) == (alone.loss, alone.norm, alone.metrics)
+    assert same_bits(found.gradients, alone.gradients)
+
+
+def test_the_harness_finds_a_loss_that_counts_rows_instead_of_units():
+    """The harness itself: a factor, one element of a gradient, a formula that is another."""
+    one = composition("")
+    units = units_of(one, OBJECTIVES["sft by token"])
+    wanted = formula(one, OBJECTIVES["sft by token"], units)
+    assert not faults(wanted, wanted)
+    name = "blocks.0.mlp.up.weight"
+    off = wanted.gradients[name].clone()
+    off[3, 2] += 2e-9 * off.abs().max()
+    assert faults(replace(wanted, gradients=wanted.gradients | {name: off}), wanted)
+    assert faults(replace(wanted, loss=wanted.loss * 2), wanted)
+    assert faults(formula(one, OBJECTIVES["sft by sample"], units), wanted)
+    assert faults(replace(wanted, gradients={n: torch.zeros_like(g) for n, g in wanted.gradients.items()}), wanted)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives_are_told_apart(name):
+    """No two of them have the same gradient on the same units, so that one cannot pass for another."""
+    one, own = composition(""), OBJECTIVES[name]
+    wanted = formula(one, own, units_of(one, own))
+    for other, objective in OBJECTIVES.items():
+        if other != name and objective.units == own.units and objective.model == own.model:
+            assert faults(formula(one, objective, units_of(one, objective)), wanted), other

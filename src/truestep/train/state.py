@@ -33,7 +33,8 @@ class TrainState:
     start model. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
     ranks. `before`: what adds columns to a microbatch that is on its device, before its forward pass: models beside
     this one that take no gradient. `recomputed`: what each block of the whole model recomputes, by its number, where
-    that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at those of its shards."""
+    that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at
+    those of its shards."""
 
     job: Job
     parallel: Parallel

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from truestep.data.blocks import BlockReader, BlockWriter, commit_folder, open_folder, ragged
+from truestep.data.blocks import BlockReader, BlockWriter, commit_folder, open_folder, ragged, taken
 from truestep.data.store import TokenStore
 from truestep.errors import DataError
 from truestep.files import writing
@@ -34,16 +34,10 @@ class RowIndex:
 
     def pieces(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(start, length, which of `indices`) of all pieces of these rows, row by row, int64 each."""
-        first, stop = _take(self.rows, "<i8", indices), _take(self.rows, "<i8", indices + 1)
+        first, stop = taken(self.rows, "<i8", indices), taken(self.rows, "<i8", indices + 1)
         which = ragged(first, stop - first)
         row_of = np.repeat(np.arange(len(indices)), stop - first)
-        return _take(self.starts, "<i8", which), _take(self.lengths, "<i4", which).astype(np.int64), row_of
-
-
-def _take(reader: BlockReader, dtype: str, indices: np.ndarray) -> np.ndarray:
-    width = np.dtype(dtype).itemsize
-    reader.touch(indices * width, (indices + 1) * width)
-    return reader.data.view(dtype)[indices]
+        return taken(self.starts, "<i8", which), taken(self.lengths, "<i4", which).astype(np.int64), row_of
 
 
 def open_row_index(store: TokenStore, context: int, too_long: str, folder: Path | None = None) -> RowIndex:
@@ -53,12 +47,16 @@ def open_row_index(store: TokenStore, context: int, too_long: str, folder: Path 
     It lies in `folder` (by default the store's) under a name that holds what it depends on. Several processes may ask
     at once: each makes it, all make the same, and the first to finish publishes it.
     """
-    home = folder or (store.path if store.path.is_dir() else store.path.parent)
-    path = home / f"rows-{store.path.name}-{context}-{too_long}-{store.fingerprint[:16]}"
+    path = index_folder(store.path, f"{context}-{too_long}", store.fingerprint, folder)
     if not path.exists():
         _build(store, context, too_long, path)
     header, readers = open_folder(path, FORMAT)
     return RowIndex(header["report"], readers["rows.bin"], readers["starts.bin"], readers["lengths.bin"])
+
+
+def index_folder(store: Path, name: str, fingerprint: str, folder: Path | None) -> Path:
+    """Where the index of a store lies that depends on what `name` says."""
+    return (folder or (store if store.is_dir() else store.parent)) / f"rows-{store.name}-{name}-{fingerprint[:16]}"
 
 
 def _build(store: TokenStore, context: int, too_long: str, path: Path) -> None:
@@ -71,6 +69,11 @@ def _build(store: TokenStore, context: int, too_long: str, path: Path) -> None:
     bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
     arrays = {"rows.bin": bounds.astype("<i8"), "starts.bin": starts[order].astype("<i8")}
     arrays["lengths.bin"] = lengths[order].astype("<i4")
+    write_index(path, FORMAT, arrays, report)
+
+
+def write_index(path: Path, kind: str, arrays: dict[str, np.ndarray], report: dict[str, int]) -> None:
+    """Publish these files at `path` as a folder of checked blocks, whole, unless another process was first."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     with writing(path):
         try:
@@ -79,7 +82,7 @@ def _build(store: TokenStore, context: int, too_long: str, path: Path) -> None:
             for name, array in arrays.items():
                 writers.append(BlockWriter(partial / name, _BLOCK_BYTES))
                 writers[-1].write(array)
-            commit_folder(partial, FORMAT, writers, {"report": report})
+            commit_folder(partial, kind, writers, {"report": report})
             if not path.exists():
                 _publish(partial, path)
         finally:

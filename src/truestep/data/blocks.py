@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from truestep.errors import DataError
-from truestep.files import canonical, publish
+from truestep.files import canonical, publish, writing
 
 CHECKSUMS, HEADER = "checksums.bin", "header.json"
 REMEDY = "remove its folder and build the data again"
@@ -31,6 +31,22 @@ def ragged(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def taken(reader: "BlockReader", dtype: str, indices: np.ndarray) -> np.ndarray:
+    """The values at `indices` of a file of `dtype`, verified."""
+    width = np.dtype(dtype).itemsize
+    reader.touch(indices * width, (indices + 1) * width)
+    return reader.data.view(dtype)[indices]
+
+
+def ranges(reader: "BlockReader", dtype: str, starts: np.ndarray, lengths: np.ndarray, each: int = 1) -> np.ndarray:
+    """Items [starts[i], starts[i] + lengths[i]) of every i (lengths > 0), concatenated and verified; an item is `each`
+    values of `dtype`."""
+    width = np.dtype(dtype).itemsize * each
+    reader.touch(starts * width, (starts + lengths) * width)
+    data, stops = reader.data.view(dtype), (starts + lengths) * each
+    return np.concatenate([data[:0], *(data[a:b] for a, b in zip((starts * each).tolist(), stops.tolist()))])
 
 
 class BlockWriter:
@@ -106,6 +122,46 @@ class BlockReader:
             )
 
 
+class FolderWriter:
+    """The files of a folder while they are written. As a context manager, leaving it without `commit` removes them."""
+
+    def __init__(self, path: Path, kind: str, contents: str, names: Sequence[str], block_bytes: int = 1 << 20):
+        """`contents`: what it holds, in words. Raises DataError if the folder is finished already, StorageError where it
+        cannot be written."""
+        if block_bytes <= 0 or block_bytes % 8:
+            raise ValueError(f"block_bytes {block_bytes} is not a positive multiple of 8")
+        if (path / HEADER).exists():
+            raise DataError(f"{path}: already holds {contents}; remove it or choose another folder")
+        self.path, self.kind = path, kind
+        with writing(path):
+            self._made = not path.exists()
+            path.mkdir(parents=True, exist_ok=True)
+            self._writers = {name: BlockWriter(path / name, block_bytes) for name in names}
+
+    def write(self, name: str, data: np.ndarray) -> None:
+        """Add to the file of this name."""
+        self._writers[name].write(data)
+
+    def commit(self, header: dict[str, Any]) -> None:
+        """Bring all to the disk and publish the header."""
+        commit_folder(self.path, self.kind, list(self._writers.values()), header)
+
+    def abort(self) -> None:
+        """Remove what was written so far."""
+        for writer in self._writers.values():
+            writer.abort()
+        (self.path / CHECKSUMS).unlink(missing_ok=True)
+        if self._made and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def __enter__(self) -> "FolderWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not (self.path / HEADER).exists():
+            self.abort()
+
+
 def commit_folder(folder: Path, kind: str, writers: Sequence[BlockWriter], header: dict[str, Any]) -> None:
     """Finish the writers' files (all in `folder`, of one block size) and publish the header with `header`'s fields."""
     for writer in writers:
@@ -135,6 +191,15 @@ def open_folder(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, Bloc
     parts = np.split(sums.view("<u8"), np.cumsum(num_blocks)[:-1])
     readers = {name: BlockReader(folder / name, size, block_bytes, part) for (name, size), part in zip(files, parts)}
     return header, readers
+
+
+def read_format(folder: Path) -> str | None:
+    """What kind of folder this is, as its header says; None if there is no header to be read."""
+    try:
+        header = json.loads((folder / HEADER).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return header.get("format") if isinstance(header, dict) else None
 
 
 def _read_header(folder: Path, kind: str) -> dict[str, Any]:

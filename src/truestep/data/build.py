@@ -1,4 +1,4 @@
-"""From a data section to a token store: shards in parallel, then one merge in the order of the shards.
+"""From a data section to a store of tokens or samples: shards in parallel, then one merge in the order of the shards.
 
 Work in progress lies in `<store>.building/`: one small store a shard, published whole and verified when found again, so
 a build that was killed goes on with the shards it lacks. The result depends on the inputs alone, not on the number of
@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from truestep.data.blocks import digest
+from truestep.data.blocks import HEADER, digest
 from truestep.data.decontaminate import EvaluationRuns, evaluation_runs
 from truestep.data.merge import merge
 from truestep.data.parts import open_part
 from truestep.data.processes import in_processes
+from truestep.data.sample_store import Store, open_store
 from truestep.data.shard_work import Job, do_shard, is_finished
 from truestep.data.sources.base import Shard, ShardedSource
 from truestep.data.sources.registry import open_source
-from truestep.data.store import HEADER, TokenStore
 from truestep.data.tokenizer import Tokenizer
 from truestep.errors import DataError, UserError
 from truestep.files import canonical, writing
@@ -52,7 +52,7 @@ def build(
     workers: int = 1,
     progress: Report | None = None,
     cache: str | Path | None = None,
-) -> TokenStore:
+) -> Store:
     """Build the store of a section in `out_dir`, with the tokenizer in `out_dir/tokenizer`. A finished store of the
     same section, inputs and tokenizer is opened instead. `cache` is where remote inputs are kept, by default
     `cache` beside `out_dir`. The header's report counts documents, bytes and tokens in, dropped by reason, and out.
@@ -81,12 +81,12 @@ def build(
         return merge(folder, parts, tokenizer, section, facts)
 
 
-def open_built(out_dir: str | Path, section: DataSection, tokenizer: Tokenizer) -> TokenStore | None:
+def open_built(out_dir: str | Path, section: DataSection, tokenizer: Tokenizer) -> Store | None:
     """The finished store in `out_dir`, without a look at the inputs; None if there is none. DataError if the one there
     was built from another section or with another tokenizer."""
     if not (Path(out_dir) / HEADER).exists():
         return None
-    store = TokenStore.open(out_dir)
+    store = open_store(out_dir)
     if store.header["report"].get("request") != _request(section, tokenizer):
         raise DataError(
             f"{out_dir}: holds a token store of another data section or tokenizer; remove it or choose another folder."
@@ -149,6 +149,7 @@ def _job(section: DataSection, tokenizer: Tokenizer, work: Path, runs: Evaluatio
         runs_digest="" if runs is None else digest(runs.runs.tobytes()),
         ngram=0 if runs is None else runs.n,
         near=section.dedup == "near",
+        section=section,
     )
 
 

@@ -13,7 +13,7 @@ ranks, prefetching and restarts only ask for other row numbers.
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +22,13 @@ import numpy as np
 import torch
 
 from truestep.data.blocks import digest
+from truestep.data.columns import ColumnStore, WithColumns
 from truestep.data.mixture import Mixture
 from truestep.data.order import Permutation
 from truestep.data.packing import NO_COLUMNS, Column, Packing, Rows, open_packing
+from truestep.data.sample_packing import SamplePacking, Supervision
+from truestep.data.sample_store import SampleStore, Store
 from truestep.data.shares import Shares
-from truestep.data.store import TokenStore
 from truestep.errors import DataError
 from truestep.files import canonical
 from truestep.numerics.batch import IGNORE, Batch
@@ -38,21 +40,34 @@ _ORDER = 1
 @dataclass(frozen=True)
 class Corpus:
     """One store in a mixture. `max_epochs`: passes after which it gives no more rows. `index_folder`: where best-fit
-    keeps its index of rows, by default the store's own folder."""
+    keeps its index of rows, by default the store's own folder. `supervision`: of samples, which are always put into
+    rows whole (`packing` is for text). `columns`: further ones of its rows."""
 
-    store: TokenStore
+    store: Store
     weight: float = 1.0
     max_epochs: float | None = None
     packing: str = "split"
     too_long: str = "truncate"
     index_folder: Path | None = None
+    supervision: Supervision = field(default_factory=Supervision)
+    columns: tuple[ColumnStore, ...] = ()
 
     def open(self, context: int, mask_documents: bool) -> Packing:
-        return open_packing(self.packing, self.store, context, mask_documents, self.too_long, self.index_folder)
+        packing = self._packing(context, mask_documents)
+        return WithColumns(packing, self.columns, context) if self.columns else packing
 
     def describe(self) -> dict[str, Any]:
         fields = {"store": self.store.fingerprint, "weight": float(self.weight), "max_epochs": self.max_epochs}
-        return fields | {"packing": self.packing} | ({"too_long": self.too_long} if self.packing == "best-fit" else {})
+        if isinstance(self.store, SampleStore):
+            fields |= {"too_long": self.too_long, "supervision": asdict(self.supervision)}
+        else:
+            fields |= {"packing": self.packing} | ({"too_long": self.too_long} if self.packing == "best-fit" else {})
+        return fields | ({"columns": {one.name: one.key for one in self.columns}} if self.columns else {})
+
+    def _packing(self, context: int, mask_documents: bool) -> Packing:
+        if isinstance(self.store, SampleStore):
+            return SamplePacking(self.store, context, self.too_long, self.supervision, self.index_folder)
+        return open_packing(self.packing, self.store, context, mask_documents, self.too_long, self.index_folder)
 
 
 class Loader:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from truestep.data.dedup import NUM_HASHES, SHINGLE_WORDS, exact_copies, near_copies, rows_per_band
-from truestep.data.parts import Amount, Part, joined
-from truestep.data.store import StoreWriter, TokenStore
+from truestep.data.parts import SENTENCES, Amount, Part, joined, writer_of
+from truestep.data.sample_store import SampleWriter, Store
+from truestep.data.store import StoreWriter
 from truestep.data.tokenizer import Tokenizer
 from truestep.errors import DataError
 from truestep.recipe.data import DataSection
@@ -17,25 +18,25 @@ from truestep.recipe.data import DataSection
 _APPEND_DOCUMENTS = 4096
 
 
-def merge(
-    folder: Path, parts: list[Part], tokenizer: Tokenizer, section: DataSection, facts: dict[str, Any]
-) -> TokenStore:
+def merge(folder: Path, parts: list[Part], tokenizer: Tokenizer, section: DataSection, facts: dict[str, Any]) -> Store:
     """Write the documents of `parts` in order to a store at `folder`. `facts` goes into the report with the counts.
-    DataError if no document is left."""
+    DataError if no document is left, or if more rows were refused than may be."""
     documents = joined(parts)
     copies = _copies(parts, documents, section)
     counts = _counts(parts, documents, copies)
+    _check_refused(parts, counts, section)
     keep = ~np.logical_or.reduce([np.zeros(len(documents), dtype=bool), *copies.values()])
     if not keep.any():
         raise DataError(f"{section.path or section.source}: the corpus is empty: no document is left {_sums(counts)}.")
     try:
-        with StoreWriter(folder, tokenizer.vocab_size, tokenizer.eod_id) as writer:
+        with writer_of(section, folder, tokenizer) as writer:
             first = 0
             for part in parts:
                 _append(writer, part, keep[first : first + len(part.documents)])
                 first += len(part.documents)
             out = Amount(writer.num_documents, writer.num_bytes, writer.num_tokens)
-            report = _report(counts, out) | _lossiness(documents[keep]) | facts
+            report = _report(counts, out) | facts
+            report |= _lossiness(documents[keep]) if section.format == "text" else _refusals(parts)
             if section.dedup == "near":
                 report["near"] = _near_facts(section.near_threshold)
             tokenizer.save(folder / "tokenizer")
@@ -65,16 +66,30 @@ def _copies(parts: list[Part], documents: np.ndarray, section: DataSection) -> d
     return copies
 
 
-def _append(writer: StoreWriter, part: Part, keep: np.ndarray) -> None:
-    store = part.store()
+def _append(writer: StoreWriter | SampleWriter, part: Part, keep: np.ndarray) -> None:
+    store: Any = part.store()  # of the kind that the writer writes, since both are of one section
     if keep.all():
         writer.append_store(store)
         return
     kept = np.flatnonzero(keep)
     for start in range(0, len(kept), _APPEND_DOCUMENTS):
         chosen = kept[start : start + _APPEND_DOCUMENTS]
-        ids = [store.document(document) for document in chosen.tolist()]
-        writer.append_many(ids, int(part.documents["num_bytes"][chosen].sum()))
+        documents = [store.document(document) for document in chosen.tolist()]
+        writer.append_many(documents, int(part.documents["num_bytes"][chosen].sum()))
+
+
+def _check_refused(parts: list[Part], counts: dict[str, Amount], section: DataSection) -> None:
+    refused, came = counts.get("refused", Amount()).documents, counts.get("in", Amount()).documents
+    if refused > section.max_refused * came:
+        first = next(sentence for part in parts for sentence in part.refused)
+        raise DataError(
+            f"{first} ({refused:,} of {came:,} rows are refused, more than max_refused = {section.max_refused:g}; "
+            f"repair them, or raise it)"
+        )
+
+
+def _refusals(parts: list[Part]) -> dict[str, Any]:
+    return {"refused": [sentence for part in parts for sentence in part.refused][:SENTENCES]}
 
 
 def _counts(parts: list[Part], documents: np.ndarray, copies: dict[str, np.ndarray]) -> dict[str, Amount]:

@@ -39,6 +39,21 @@ class Column:
     shape: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Where the tokens of some rows lie, row by row: tokens [starts[i], starts[i] + lengths[i]) of the store in row
+    rows[i] of those asked for, from place columns[i] on."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    def places(self, context: int) -> np.ndarray:
+        """The place of each of these tokens, counted over all places of the rows."""
+        return ragged(self.rows * context + self.columns, self.lengths)
+
+
 NO_COLUMNS: Mapping[str, Column] = MappingProxyType({})
 
 
@@ -58,6 +73,10 @@ class Packing(Protocol):
 
     def targets(self, indices: np.ndarray) -> int:
         """How many targets these rows have together, without reading their tokens."""
+        ...
+
+    def pieces(self, indices: np.ndarray) -> Pieces:
+        """The tokens that the places of these rows hold."""
         ...
 
 
@@ -95,6 +114,11 @@ class SplitPacking:
     def targets(self, indices: np.ndarray) -> int:
         starts, lengths = self._spans(indices)
         return int((lengths - 1).sum()) - (len(self._borders(starts, lengths)[0]) if self._mask else 0)
+
+    def pieces(self, indices: np.ndarray) -> Pieces:
+        starts = indices * self._context
+        lengths = np.minimum(self._context, self._store.num_tokens - starts)
+        return Pieces(starts, lengths, np.arange(len(indices)), np.zeros_like(starts))
 
     def _spans(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         starts = indices * self._context
@@ -135,14 +159,24 @@ class BestFitPacking:
         filled = np.bincount(row_of, lengths, minlength=len(indices)).astype(np.int64)
         borders = None
         if self._mask:
-            columns = np.cumsum(lengths) - lengths
-            columns -= (np.cumsum(filled) - filled)[row_of]
+            columns = _columns(lengths, filled, row_of)
             borders = row_of[columns > 0], columns[columns > 0]
         return _assemble(self._store.read(starts, lengths), filled, borders, self._context)
+
+    def pieces(self, indices: np.ndarray) -> Pieces:
+        starts, lengths, row_of = self._index.pieces(indices)
+        filled = np.bincount(row_of, lengths, minlength=len(indices)).astype(np.int64)
+        columns = _columns(lengths, filled, row_of)
+        return Pieces(starts, np.minimum(lengths, self._context - columns), row_of, columns)
 
     def targets(self, indices: np.ndarray) -> int:
         starts, lengths, _ = self._index.pieces(indices)
         return int(lengths.sum()) - (len(starts) if self._mask else len(indices))
+
+
+def _columns(lengths: np.ndarray, filled: np.ndarray, row_of: np.ndarray) -> np.ndarray:
+    """Where in its row each piece begins."""
+    return np.cumsum(lengths) - lengths - (np.cumsum(filled) - filled)[row_of]
 
 
 def open_packing(

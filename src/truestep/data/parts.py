@@ -1,23 +1,29 @@
-"""Parts: the finished shards of a build, each a token store with what the merge has to know of every document."""
+"""Parts: the finished shards of a build, each a store with what the merge has to know of every document."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from truestep.data.dedup import NUM_HASHES, shingles, signature
-from truestep.data.store import StoreWriter, TokenStore
+from truestep.data.sample_store import SampleWriter, Store, open_store
+from truestep.data.store import StoreWriter
+from truestep.data.tokenizer import Tokenizer
 from truestep.errors import DataError
 from truestep.files import writing
+from truestep.recipe.data import DataSection
 
 _NUMBERS = ("num_bytes", "bytes_by_ids", "num_tokens", "num_shingles")
 DOCUMENT = np.dtype([("hash", "<u8", 2), *((name, "<i8") for name in _NUMBERS)])
 _DOCUMENTS, _SIGNATURES, _SHINGLES = "documents.npy", "signatures.npy", "shingles.bin"
 _READ_BYTES = 2**22
+SENTENCES = 5
+"""On refused rows, that are kept."""
 
 
 @dataclass
@@ -36,14 +42,16 @@ class Amount:
 
 @dataclass(frozen=True)
 class Part:
-    """`documents` (DOCUMENT) has a row for each document of the store. Nothing stays open: there may be many parts."""
+    """`documents` (DOCUMENT) has a row for each document of the store. `refused`: sentences on the first rows that were
+    refused. Nothing stays open: there may be many parts."""
 
     folder: Path
     documents: np.ndarray
     counts: dict[str, Amount]
+    refused: list[str]
 
-    def store(self) -> TokenStore:
-        return TokenStore.open(self.folder)
+    def store(self) -> Store:
+        return open_store(self.folder)
 
     def signatures(self) -> np.ndarray:
         """uint32 [documents, 128], of a build that looks for near-duplicates."""
@@ -59,22 +67,29 @@ class Part:
         return np.append(0, np.cumsum(self.documents["num_shingles"]))
 
 
-class PartWriter:
-    """Writes a part into `folder`; a context manager that removes what it wrote unless `finish` was called."""
+def writer_of(section: DataSection, folder: Path, tokenizer: Tokenizer) -> StoreWriter | SampleWriter:
+    """What writes the store of a section: of tokens, or of samples."""
+    if section.format == "text":
+        return StoreWriter(folder, tokenizer.vocab_size, tokenizer.eod_id)
+    return SampleWriter(folder, tokenizer.vocab_size, tokenizer.eod_id, by_token=section.format == "steps")
 
-    def __init__(self, folder: Path, vocab_size: int, eod_id: int, near: bool):
-        self._store = StoreWriter(folder, vocab_size, eod_id)
-        self._folder, self._near = folder, near
+
+class PartWriter:
+    """Writes a part around its store; a context manager that removes what it wrote unless `finish` was called."""
+
+    def __init__(self, store: StoreWriter | SampleWriter, near: bool):
+        self._store = store
+        self._folder, self._near = store.path, near
         self._rows: list[tuple[tuple[int, int], int, int, int, int]] = []
         self._signatures: list[np.ndarray] = []
-        with writing(folder):
-            self._shingles = (folder / _SHINGLES).open("wb")
+        with writing(self._folder):
+            self._shingles = (self._folder / _SHINGLES).open("wb")
         self._shingles_hash = xxhash.xxh3_128()
 
-    def append(self, ids: np.ndarray, text: str, text_hash: int, num_bytes: int, bytes_by_ids: int) -> None:
-        """Add a document; `bytes_by_ids` is the size of the text that its ids stand for."""
+    def append(self, content: Any, text: str, text_hash: int, num_bytes: int, bytes_by_ids: int) -> None:
+        """Add a document: what the store takes, and `bytes_by_ids`, the size of the text that its ids stand for."""
         before = self._store.num_tokens
-        self._store.append(ids, num_bytes)
+        self._store.append(content, num_bytes)
         halves = text_hash >> 64, text_hash & (2**64 - 1)
         found = shingles(text) if self._near else np.empty(0, np.uint64)
         self._rows.append((halves, num_bytes, bytes_by_ids, self._store.num_tokens - before, len(found)))
@@ -84,8 +99,8 @@ class PartWriter:
             with writing(self._folder):
                 self._shingles.write(found.tobytes())
 
-    def finish(self, key: str, counts: dict[str, Amount]) -> None:
-        """`key` stands for all that decided the part's content."""
+    def finish(self, key: str, counts: dict[str, Amount], refused: list[str]) -> None:
+        """`key` stands for all that decided the part's content; `refused`: sentences on rows that were."""
         signatures = np.array(self._signatures, dtype=np.uint32).reshape(-1, NUM_HASHES)
         with writing(self._folder):
             self._shingles.flush()
@@ -97,7 +112,8 @@ class PartWriter:
                     file.flush()
                     os.fsync(file.fileno())
                 digests[name] = _digest_of(self._folder / name)
-        self._store.finish({"key": key, "digests": digests, "counts": {k: asdict(v) for k, v in counts.items()}})
+        amounts = {reason: asdict(amount) for reason, amount in counts.items()}
+        self._store.finish({"key": key, "digests": digests, "counts": amounts, "refused": refused})
 
     def __enter__(self) -> "PartWriter":
         self._store.__enter__()
@@ -110,9 +126,9 @@ class PartWriter:
 
 def open_part(folder: Path) -> Part:
     """A part that this build finished. Its store verifies blocks as they are read."""
-    report = TokenStore.open(folder).header["report"]
+    report = open_store(folder).header["report"]
     counts = {reason: Amount(**amount) for reason, amount in report["counts"].items()}
-    return Part(folder, _load(folder / _DOCUMENTS), counts)
+    return Part(folder, _load(folder / _DOCUMENTS), counts, report["refused"])
 
 
 def is_good(folder: Path, key: str) -> bool:
@@ -120,7 +136,7 @@ def is_good(folder: Path, key: str) -> bool:
     if not folder.exists():
         return False
     try:
-        store = TokenStore.open(folder)
+        store = open_store(folder)
         store.verify()
         report = store.header["report"]
         return report["key"] == key and all(_digest_of(folder / n) == d for n, d in report["digests"].items())

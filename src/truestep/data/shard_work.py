@@ -1,4 +1,4 @@
-"""One shard of a source becomes a small token store of its own, with what the merge needs to know of each document."""
+"""One shard of a source becomes a small store of its own, with what the merge needs to know of each document."""
 
 import os
 import shutil
@@ -6,17 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from truestep.data.blocks import digest
 from truestep.data.decontaminate import EvaluationRuns
-from truestep.data.parts import Amount, PartWriter, is_good
+from truestep.data.parts import SENTENCES, Amount, PartWriter, is_good, writer_of
+from truestep.data.samples import render, row_text
 from truestep.data.sources.base import Document, Shard
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
 from truestep.files import canonical, writing
+from truestep.recipe.data import DataSection
 
 _BATCH_BYTES = 2**20
 
@@ -24,7 +27,7 @@ _BATCH_BYTES = 2**20
 @dataclass(frozen=True)
 class Job:
     """What is done to every shard. `split` and `holdout` as in the data section; `runs` is a file with the evaluation
-    texts' runs of `ngram` words; `near` asks for what the search for near-duplicates needs."""
+    texts' runs of `ngram` words; `near` asks for what the search for near-duplicates needs; `section` tells of rows."""
 
     folder: Path
     tokenizer: Path
@@ -35,6 +38,7 @@ class Job:
     runs_digest: str
     ngram: int
     near: bool
+    section: DataSection
 
     def part(self, number: int) -> Path:
         """Where the part of a shard lies."""
@@ -43,7 +47,8 @@ class Job:
     def key(self, shard: Shard) -> str:
         """Changes with everything that decides the shard's tokens."""
         job = [self.fingerprint, self.split, self.holdout, self.runs_digest, self.ngram, self.near]
-        return digest(canonical([1, *job, shard.name, shard.stamp]))
+        rows = [self.section.format, self.section.fields, self.section.max_refused]
+        return digest(canonical([2, *job, *rows, shard.name, shard.stamp]))
 
 
 def in_split(text_hash: int, split: str, holdout: float) -> bool:
@@ -83,38 +88,47 @@ def do_shard(task: tuple[Job, int, Shard]) -> int:
 
 def _write(job: Job, shard: Shard, folder: Path) -> None:
     tokenizer, runs = _tokenizer(job.tokenizer, job.fingerprint), _runs(job.runs, job.runs_digest, job.ngram)
-    counts = {name: Amount() for name in ("in", "other_split", "empty", "contaminated")}
-    with PartWriter(folder, tokenizer.vocab_size, tokenizer.eod_id, job.near) as writer:
-        for batch in _batches(_selected(shard.documents(), job, tokenizer.byte_lengths(), counts)):
-            for encoded in _encoded(batch, tokenizer):
-                reason = _reason_to_drop(encoded, runs)
-                counts["in"].add(0, 0, encoded.num_tokens)
-                if reason:
-                    counts[reason].add(1, encoded.num_bytes, encoded.num_tokens)
-                else:
-                    text = encoded.document.text or ""
-                    writer.append(encoded.ids, text, encoded.hash, encoded.num_bytes, encoded.bytes_by_ids)
-        writer.finish(job.key(shard), counts)
+    counts = {name: Amount() for name in ("in", "other_split", "empty", "contaminated", "refused")}
+    refused: list[str] = []
+    selected = _selected(shard.documents(), job, tokenizer.byte_lengths(), counts)
+    if job.section.format == "text":
+        made = (one for batch in _batches(selected) for one in _encoded(batch, tokenizer))
+    else:
+        made = _rendered(selected, job.section, tokenizer, counts["refused"], refused)
+    store = writer_of(job.section, folder, tokenizer)
+    with PartWriter(store, job.near) as writer:
+        for encoded in made:
+            reason = _reason_to_drop(encoded, runs)
+            counts["in"].add(0, 0, encoded.num_tokens)
+            if reason:
+                counts[reason].add(1, encoded.num_bytes, encoded.num_tokens)
+            else:
+                writer.append(encoded.content, encoded.text, encoded.hash, encoded.num_bytes, encoded.bytes_by_ids)
+        writer.finish(job.key(shard), counts, refused)
 
 
 def _reason_to_drop(encoded: "_Encoded", runs: EvaluationRuns | None) -> str | None:
-    if not len(encoded.ids):  # a normalizer may leave nothing of a text
+    if not len(encoded.content):  # a normalizer may leave nothing of a text
         return "empty"
-    return "contaminated" if runs is not None and runs.touch(encoded.document.text or "") else None
+    return "contaminated" if runs is not None and runs.touch(encoded.text) else None
 
 
 @dataclass(frozen=True)
 class _Selected:
+    """`text`: what its words are looked for in; none of a document that is tokenised already."""
+
     document: Document
+    text: str
     hash: int
     num_bytes: int
 
 
 @dataclass(frozen=True)
 class _Encoded(_Selected):
-    """`num_tokens` counts the end-of-document id, which the store adds where it is missing."""
+    """`content`: what the store takes, the ids of a document or the units of a row. `num_tokens` counts the
+    end-of-document id, which a store of tokens adds where it is missing."""
 
-    ids: np.ndarray
+    content: Any
     num_tokens: int
     bytes_by_ids: int
 
@@ -124,18 +138,8 @@ def _selected(
 ) -> Iterator[_Selected]:
     """The documents of the split that are not empty."""
     for document in documents:
-        if document.ids is None:
-            data = _utf8(document)
-            size = len(data)
-        elif job.near or job.runs is not None:
-            raise DataError(
-                f"{document.origin}: is tokenised already, so dedup = 'near' and decontaminate cannot read its words; "
-                f"take them out (dedup = 'exact' works)."
-            )
-        else:
-            data = np.ascontiguousarray(document.ids, dtype="<u4").tobytes()
-            size = int(byte_lengths[_checked(document, len(byte_lengths))].sum())
-        selected = _Selected(document, text_hash(data), size)
+        text, data, size = _looked_at(document, job, byte_lengths)
+        selected = _Selected(document, text, text_hash(data), size)
         counts["in"].add(1, size, 0)
         if not data:
             counts["empty"].add(1, 0, 0)
@@ -145,14 +149,59 @@ def _selected(
             yield selected
 
 
-def _utf8(document: Document) -> bytes:
-    if not isinstance(document.text, str):
-        raise DataError(f"{document.origin}: holds {document.text!r}, not text; repair it or drop it from the source.")
+def _looked_at(document: Document, job: Job, byte_lengths: np.ndarray) -> tuple[str, bytes, int]:
+    """The text of a document, the bytes that it is told by, and its size."""
+    if job.section.format != "text":
+        if document.row is None:
+            raise DataError(
+                f'{document.origin}: is no row with fields, as format = "{job.section.format}" needs; use a source of '
+                f'rows, or format = "text".'
+            )
+        text = row_text(document.row, job.section)
+        data = _utf8(text, document.origin)
+        return text, data, len(data)
+    if document.ids is None:
+        if not isinstance(document.text, str):
+            problem = f"holds {document.text!r}, not text; repair it or drop it from the source."
+            raise DataError(f"{document.origin}: {problem}")
+        data = _utf8(document.text, document.origin)
+        return document.text, data, len(data)
+    if job.near or job.runs is not None:
+        raise DataError(
+            f"{document.origin}: is tokenised already, so dedup = 'near' and decontaminate cannot read its words; "
+            f"take them out (dedup = 'exact' works)."
+        )
+    ids = _checked(document, len(byte_lengths))
+    return "", np.ascontiguousarray(ids, dtype="<u4").tobytes(), int(byte_lengths[ids].sum())
+
+
+def _utf8(text: str, origin: str) -> bytes:
     try:
-        return document.text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         bad = f"U+{ord(error.object[error.start]):04X}"
-        raise DataError(f"{document.origin}: character {error.start} is {bad}, half of a pair; repair it.") from None
+        raise DataError(f"{origin}: character {error.start} is {bad}, half of a pair; repair it.") from None
+
+
+def _rendered(
+    rows: Iterable[_Selected], section: DataSection, tokenizer: Tokenizer, refused: Amount, sentences: list[str]
+) -> Iterator[_Encoded]:
+    """The units of rows. What is wrong with one is raised where none may be refused, else counted and kept."""
+    lengths = tokenizer.byte_lengths()
+    for row in rows:
+        try:
+            units = render(row.document.row or {}, section, tokenizer)
+        except DataError as error:
+            sentence = f"{row.document.origin}: {error}"
+            if not section.max_refused:
+                raise DataError(sentence) from error
+            refused.add(1, row.num_bytes, 0)
+            if len(sentences) < SENTENCES:
+                sentences.append(sentence)
+            continue
+        ids = [sample.ids for unit in units for sample in unit]
+        bytes_by_ids = sum(int(lengths[one].sum()) for one in ids)
+        yield _Encoded(row.document, row.text, row.hash, row.num_bytes, units, sum(map(len, ids)), bytes_by_ids)
 
 
 def _batches(documents: Iterable[_Selected]) -> Iterator[list[_Selected]]:
@@ -178,7 +227,8 @@ def _encoded(batch: list[_Selected], tokenizer: Tokenizer) -> Iterator[_Encoded]
         given = item.document.ids
         ids = next(ids_of_texts) if given is None else given.astype(np.int64)
         num_tokens = len(ids) + (not len(ids) or int(ids[-1]) != tokenizer.eod_id)
-        yield _Encoded(item.document, item.hash, item.num_bytes, ids, num_tokens, int(lengths[ids].sum()))
+        size = int(lengths[ids].sum())
+        yield _Encoded(item.document, item.text, item.hash, item.num_bytes, ids, num_tokens, size)
 
 
 def _checked(document: Document, vocab_size: int) -> np.ndarray:

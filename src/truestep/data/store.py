@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from truestep.data.blocks import CHECKSUMS, HEADER, BlockReader, BlockWriter, commit_folder, digest, open_folder
+from truestep.data.blocks import BlockReader, FolderWriter, digest, open_folder
 from truestep.errors import DataError
 from truestep.files import canonical, writing
 
@@ -60,8 +60,12 @@ class TokenStore:
     @staticmethod
     def open(path: str | Path) -> "TokenStore":
         """Open a folder that StoreWriter finished; DataError if it is absent, unfinished, truncated or changed."""
-        folder = Path(path)
-        header, readers = open_folder(folder, FORMAT)
+        header, readers = open_folder(Path(path), FORMAT)
+        return TokenStore.of(Path(path), header, readers)
+
+    @staticmethod
+    def of(folder: Path, header: dict[str, Any], readers: dict[str, BlockReader]) -> "TokenStore":
+        """The tokens of an opened folder that has these two files, and perhaps others."""
         tokens, offsets = readers[TOKENS], readers[OFFSETS]
         starts = offsets.data.view("<i8")
 
@@ -129,17 +133,10 @@ class StoreWriter:
         self._type = id_type(vocab_size)
         if not 0 <= eod_id < vocab_size:
             raise DataError(f"{path}: end-of-document id {eod_id} is outside a vocabulary of {vocab_size}")
-        if block_bytes <= 0 or block_bytes % 8:
-            raise ValueError(f"block_bytes {block_bytes} is not a positive multiple of 8")
-        if (self.path / HEADER).exists():
-            raise DataError(f"{path}: already holds a token store; remove it or choose another folder")
         self.num_documents = self.num_tokens = self.num_bytes = 0
+        self._folder = FolderWriter(self.path, FORMAT, "a token store", (TOKENS, OFFSETS), block_bytes)
         with writing(self.path):
-            self._made = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._tokens = BlockWriter(self.path / TOKENS, block_bytes)
-            self._offsets = BlockWriter(self.path / OFFSETS, block_bytes)
-            self._offsets.write(np.zeros(1, dtype="<i8"))
+            self._folder.write(OFFSETS, np.zeros(1, dtype="<i8"))
 
     def append(self, ids: np.ndarray, num_bytes: int) -> None:
         """Add one document: 1-D integers, not empty; `num_bytes` is the size of its text in UTF-8."""
@@ -162,10 +159,10 @@ class StoreWriter:
         with writing(self.path):
             for start in range(0, store.num_tokens, _MERGE_TOKENS):
                 length = min(_MERGE_TOKENS, store.num_tokens - start)
-                self._tokens.write(store.read(np.array([start]), np.array([length])))
+                self._folder.write(TOKENS, store.read(np.array([start]), np.array([length])))
             for first in range(1, store.num_documents + 1, _MERGE_TOKENS):
                 documents = np.arange(first, min(first + _MERGE_TOKENS, store.num_documents + 1))
-                self._offsets.write((store.offsets_at(documents) + base).astype("<i8"))
+                self._folder.write(OFFSETS, (store.offsets_at(documents) + base).astype("<i8"))
         self.num_tokens += store.num_tokens
         self.num_documents += store.num_documents
         self.num_bytes += store.num_bytes
@@ -182,23 +179,18 @@ class StoreWriter:
             "report": report,
         }
         with writing(self.path):
-            commit_folder(self.path, FORMAT, (self._tokens, self._offsets), header)
+            self._folder.commit(header)
         return TokenStore.open(self.path)
 
     def abort(self) -> None:
         """Remove what was written so far."""
-        self._tokens.abort()
-        self._offsets.abort()
-        (self.path / CHECKSUMS).unlink(missing_ok=True)
-        if self._made and not any(self.path.iterdir()):
-            self.path.rmdir()
+        self._folder.abort()
 
     def __enter__(self) -> "StoreWriter":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not (self.path / HEADER).exists():
-            self.abort()
+        self._folder.__exit__(*error)
 
     def _ended(self, ids: np.ndarray, document: int) -> np.ndarray:
         if ids.dtype.kind not in "iu" or ids.ndim != 1 or not len(ids):
@@ -218,8 +210,8 @@ class StoreWriter:
                 f"{self.vocab_size}; use the tokenizer that the store was declared with"
             )
         with writing(self.path):
-            self._tokens.write(ids.astype(self._type))
-            self._offsets.write((ends + self.num_tokens).astype("<i8"))
+            self._folder.write(TOKENS, ids.astype(self._type))
+            self._folder.write(OFFSETS, (ends + self.num_tokens).astype("<i8"))
         self.num_tokens += len(ids)
         self.num_documents += len(ends)
         self.num_bytes += num_bytes

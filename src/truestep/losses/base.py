@@ -38,8 +38,9 @@ class LossSum:
 class Loss(Protocol):
     """A loss counts its targets from the masks of a batch, and sums over them."""
 
-    def weight(self, batch: Batch) -> int:
-        """Targets of a CPU batch; the sum over all ranks and microbatches of a step is the divisor."""
+    def weight(self, batch: Batch) -> int | float:
+        """Targets, or what else counts, of a CPU batch, from its masks and columns alone; the sum over all ranks and
+        microbatches of a step is the divisor."""
         ...
 
     def __call__(self, out: HeadInput | Logits | OwnLoss, batch: Batch) -> LossSum:

@@ -3,6 +3,7 @@
 For a target row with logits x, label y and Z = Σ exp(x): loss = log Z - x_y + w·(log Z)², the last term being the
 z-loss (PaLM, arXiv 2204.02311, section 5). Its gradient is dx = softmax(x)·(1 + 2w·log Z) - onehot(y). With softcap c
 the logits are x = c·tanh(u / c) of the products u, and du = dx·(1 - (x / c)²).
+Where targets have weights, both terms of a row's loss, and with them its gradient, are multiplied by the row's.
 
 Both gradients are made in the forward pass, while a chunk's logits exist: three matrix products as in the plain loss,
 but never more than `chunk_tokens` rows of logits. (Making them in the backward pass would need a fourth product.)
@@ -36,7 +37,16 @@ class CrossEntropy:
         return batch.num_targets
 
     def __call__(self, out: HeadInput | Logits | OwnLoss, batch: Batch) -> LossSum:
+        return self.weighted(out, batch, None)
+
+    def weighted(self, out: HeadInput | Logits | OwnLoss, batch: Batch, weights_BT: torch.Tensor | None) -> LossSum:
+        """The same with a weight for each target; None: each weighs 1."""
         if isinstance(out, OwnLoss):
+            if weights_BT is not None:
+                raise UserError(
+                    "targets with weights need logits, but the model returns a loss of its own; return logits, or let "
+                    "every target weigh the same"
+                )
             if self.z_loss:
                 raise UserError(
                     f"loss.z_loss = {self.z_loss} would not be used: the model returns a loss of its own, without "
@@ -54,9 +64,10 @@ class CrossEntropy:
                 out.vocab,
                 out.first_row,
                 out.backward_twice,
+                weights_BT,
             )
         else:
-            total, nll = cross_entropy(out.logits(), batch.labels_BT, self.z_loss)
+            total, nll = cross_entropy(out.logits(), batch.labels_BT, self.z_loss, weights_BT)
         return LossSum(total, {"nll": nll})
 
 
@@ -65,15 +76,22 @@ def of_stage(stage: Stage, chunk_tokens: int) -> CrossEntropy:
 
 
 def cross_entropy(
-    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, z_loss: float
+    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, z_loss: float, weights_BT: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the targets of (loss with z-loss, loss without, detached), for logits that exist already."""
+    """Sums over the targets, times their weights, of (loss with z-loss, loss without, detached), for logits that exist
+    already."""
     labels_N = labels_BT.flatten()
-    logits_NV, labels_N = logits_BTV.flatten(0, -2)[labels_N != IGNORE], labels_N[labels_N != IGNORE]
+    real_N = labels_N != IGNORE
+    weights_N = None if weights_BT is None else weights_BT.flatten()[real_N]
+    logits_NV, labels_N = logits_BTV.flatten(0, -2)[real_N], labels_N[real_N]
     log_z_N = torch.logsumexp(logits_NV, dim=-1)
-    nll = (log_z_N - logits_NV.gather(1, labels_N[:, None])[:, 0]).sum()
-    total = nll + z_loss * log_z_N.square().sum() if z_loss else nll
+    nll = _sum(log_z_N - logits_NV.gather(1, labels_N[:, None])[:, 0], weights_N)
+    total = nll + z_loss * _sum(log_z_N.square(), weights_N) if z_loss else nll
     return total, nll.detach()
+
+
+def _sum(x_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
+    return x_N.sum() if weights_N is None else (x_N * weights_N).sum()
 
 
 def linear_cross_entropy(
@@ -86,18 +104,20 @@ def linear_cross_entropy(
     vocab: Axis | None = None,
     first_row: int = 0,
     backward_twice: bool = False,
+    weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`cross_entropy` of softcap(hidden @ weight.T) without the logits: the sums (with z-loss, without and detached)
     over labels other than IGNORE, in fp32 (float64 stays float64). Products are made in autocast's dtype where
     autocast is on, else in that of the hidden states; everything else, and the accumulation of the weight's gradient,
     in fp32 at least. `weight_VD` holds the rows from `first_row` on where `vocab` splits them. The backward pass may
-    run once, unless `backward_twice`, which takes more memory."""
+    run once, unless `backward_twice`, which takes more memory. `weights_BT`: constant weights of the targets; without
+    them each weighs 1."""
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
     split = vocab or Axis("tp"), first_row
     options = _Options(softcap, z_loss, chunk_tokens, dtype, torch.is_grad_enabled(), *split, backward_twice)
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(hidden_BTD, weight_VD, labels_BT, options)
+        return _LinearCrossEntropy.apply(hidden_BTD, weight_VD, labels_BT, weights_BT, options)
 
 
 @dataclass(frozen=True)
@@ -115,16 +135,23 @@ class _Options:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_BTD: torch.Tensor, weight_VD: torch.Tensor, labels_BT: torch.Tensor, options: _Options
+        ctx: Any,
+        hidden_BTD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        labels_BT: torch.Tensor,
+        weights_BT: torch.Tensor | None,
+        options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]).to(options.dtype)
         labels_N = labels_BT.reshape(-1)
+        weights_N = None if weights_BT is None else weights_BT.reshape(-1)
         rows_n = (labels_N != IGNORE).nonzero()[:, 0]  # n <= N rows have a target
         partial = len(rows_n) < len(labels_N)
         if partial:
             hidden_ND, labels_N = hidden_ND[rows_n], labels_N[rows_n]
+            weights_N = None if weights_N is None else weights_N[rows_n]
         needs = [options.grad and need for need in ctx.needs_input_grad[:2]]
-        chunks = _Chunks(hidden_ND, weight_VD.to(options.dtype), labels_N, options, *needs)
+        chunks = _Chunks(hidden_ND, weight_VD.to(options.dtype), labels_N, weights_N, options, *needs)
         chunks.run()
 
         grad_hidden_BTD = chunks.grad_hidden_ND
@@ -135,8 +162,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_BTD = grad_hidden_BTD.view(hidden_BTD.shape)
         ctx.twice = options.backward_twice
         ctx.grads = [(grad_hidden_BTD, hidden_BTD.dtype), (chunks.grad_weight_VD, weight_VD.dtype)]
-        nll = chunks.nll_N.sum()
-        total = nll + options.z_loss * chunks.log_z_N.square().sum() if options.z_loss else nll.clone()
+        nll, z_loss = _sum(chunks.nll_N, chunks.weights_N), options.z_loss
+        total = nll + z_loss * _sum(chunks.log_z_N.square(), chunks.weights_N) if z_loss else nll.clone()
         ctx.mark_non_differentiable(nll)
         return total, nll
 
@@ -147,11 +174,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the fused cross-entropy keeps one set of gradients: run the forward pass again")
         if ctx.twice:
             kept = (None if g is None else (g * grad_total).to(dtype) for g, dtype in ctx.grads)
-            return *kept, None, None
+            return *kept, None, None, None
         # Scaled in place, and forgotten here so that autograd may take the memory over as .grad instead of copying it.
         grads, ctx.grads = ctx.grads, None
         grad_hidden, grad_weight = (None if g is None else g.mul_(grad_total).to(dtype) for g, dtype in grads)
-        return grad_hidden, grad_weight, None, None
+        return grad_hidden, grad_weight, None, None, None
 
 
 class _Chunks:
@@ -162,12 +189,14 @@ class _Chunks:
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor,
         labels_N: torch.Tensor,
+        weights_N: torch.Tensor | None,
         options: _Options,
         needs_hidden: bool,
         needs_weight: bool,
     ):
         self.hidden_ND, self.weight_VD, self.labels_N, self.options = hidden_ND, weight_VD, labels_N, options
         wide = torch.promote_types(options.dtype, torch.float32)
+        self.weights_N = None if weights_N is None else weights_N.to(wide)
         self.nll_N = hidden_ND.new_empty(len(labels_N), dtype=wide)
         self.log_z_N = torch.empty_like(self.nll_N)
         self.grad_hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
@@ -194,6 +223,8 @@ class _Chunks:
         if z_loss:
             grad_CV.mul_(1 + 2 * z_loss * log_z_C1)
         grad_CV.scatter_add_(1, *hit_CV)
+        if self.weights_N is not None:
+            grad_CV.mul_(self.weights_N[rows, None])
         if softcap is not None:
             grad_CV.mul_(logits_CV.div_(softcap).square_().neg_().add_(1))
         grad_CV = grad_CV.to(self.options.dtype)

@@ -126,7 +126,7 @@ class FolderWriter:
     """The files of a folder while they are written. As a context manager, leaving it without `commit` removes them."""
 
     def __init__(self, path: Path, kind: str, contents: str, names: Sequence[str], block_bytes: int = 1 << 20):
-        """`contents`: what it holds, in words. Raises DataError if the folder is finished already, StorageError where it
+        """`contents`: what it holds. Raises DataError if the folder is finished already, StorageError where it
         cannot be written."""
         if block_bytes <= 0 or block_bytes % 8:
             raise ValueError(f"block_bytes {block_bytes} is not a positive multiple of 8")

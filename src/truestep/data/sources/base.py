@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,12 +11,13 @@ from truestep.errors import DataError
 
 @dataclass(frozen=True)
 class Document:
-    """One document: its text, or its token ids where the source is already tokenised (then text is None).
-    `origin` tells a person where it came from: file, and line or row."""
+    """One document: its text, its token ids where the source is already tokenised, or a row with fields; the others are
+    None. `origin` tells a person where it came from: file, and line or row."""
 
     text: str | None
     ids: np.ndarray | None
     origin: str
+    row: dict[str, Any] | None = None
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from truestep.train.step import train_step
 
 BOUND = 1e-9
 """Largest difference of a gradient relative to the largest element of the tensor, of the loss and the norm relative to
-themselves, all in float64. Columns are float32 on both sides."""
+themselves, all in float64, columns too."""
 UNITS = 8
 
 
@@ -112,7 +112,8 @@ def ranks_learn(rank: int, world: int, one: Composition, name: str, batch: Batch
 def rows(one: Composition, name: str, layout: Layout) -> Batch:
     """The units of a composition as rows."""
     objective = OBJECTIVES[name]
-    return rows_of(units_of(one, objective), replace(layout, context=one.context), objective.columns)
+    dtype = torch.float64 if one.precision == "float64" else torch.float32
+    return rows_of(units_of(one, objective), replace(layout, context=one.context), objective.columns, dtype)
 
 
 def faults(found: Found, wanted: Found, bound: float = BOUND) -> list[str]:

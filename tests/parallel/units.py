@@ -77,10 +77,10 @@ def draw_units(kind: str, count: int, vocab: int, seed: int) -> list[Unit]:
 
 
 def with_reference(units: Sequence[Unit], logp_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Unit]:
-    """Each sample with what `logp_of(ids)` (n - 1,) says of its tokens but the first, in float32 as columns are."""
+    """Each sample with what `logp_of(ids)` (n - 1,) says of its tokens but the first."""
 
     def told(sample: Sample) -> Sample:
-        logp = torch.cat([torch.zeros(1), logp_of(sample.ids).float()])
+        logp = pad(logp_of(sample.ids), (1, 0))
         return replace(sample, reference=torch.where(sample.targets, logp, 0.0))
 
     return [[told(sample) for sample in unit] for unit in units]
@@ -96,7 +96,7 @@ def with_teacher(
         logp_NV = (logits_of(sample.ids)[:-1] / temperature).log_softmax(-1)
         named_NK, ids_NK = logp_NV.topk(top_k)
         rest_N1 = torch.log1p(-named_NK.exp().sum(1, keepdim=True))
-        logp_NK, ids_NK = torch.cat([named_NK, rest_N1], 1).float(), pad(ids_NK, (0, 1), value=-1).int()
+        logp_NK, ids_NK = torch.cat([named_NK, rest_N1], 1), pad(ids_NK, (0, 1), value=-1).int()
         mine = sample.targets[1:, None]
         ids, logp = (pad(torch.where(mine, x, 0), (0, 0, 1, 0)) for x in (ids_NK, logp_NK))
         return replace(sample, teacher_ids=ids, teacher_logp=logp)
@@ -104,18 +104,19 @@ def with_teacher(
     return [[told(sample) for sample in unit] for unit in units]
 
 
-def rows_of(units: Sequence[Unit], layout: Layout, columns: Sequence[str]) -> Batch:
-    """The units as rows with these columns (see truestep.data.samples): every sample a document of its own."""
+def rows_of(units: Sequence[Unit], layout: Layout, columns: Sequence[str], dtype: torch.dtype) -> Batch:
+    """The units as rows with these columns (see truestep.data.samples): every sample a document of its own. `dtype`: of
+    columns of fractions; it is float32 in runs."""
     units = list(reversed(units)) if layout.reverse else list(units)
     groups = [units[first : first + layout.together] for first in range(0, len(units), layout.together)]
-    return stack([_row(group, layout.context, columns) for group in groups])
+    return stack([_row(group, layout.context, columns, dtype) for group in groups])
 
 
 def stack(rows: Sequence[Batch]) -> Batch:
     return rows[0].map(lambda *parts: torch.cat(parts), *rows[1:])
 
 
-def _row(units: Sequence[Unit], context: int, wanted: Sequence[str]) -> Batch:
+def _row(units: Sequence[Unit], context: int, wanted: Sequence[str], dtype: torch.dtype) -> Batch:
     tokens_T = torch.zeros(context, dtype=torch.int64)
     labels_T, positions_T = torch.full_like(tokens_T, IGNORE), torch.zeros_like(tokens_T)
     documents_T = torch.full((context,), -1, dtype=torch.int32)
@@ -124,12 +125,12 @@ def _row(units: Sequence[Unit], context: int, wanted: Sequence[str]) -> Batch:
     columns = {
         "unit": torch.zeros(context, dtype=torch.int32),
         "side": torch.zeros(context, dtype=torch.int8),
-        "counted": torch.zeros(context),
-        "value": torch.zeros(context),
-        "weight": torch.zeros(context),
-        "reference": torch.zeros(context),
+        "counted": torch.zeros(context, dtype=dtype),
+        "value": torch.zeros(context, dtype=dtype),
+        "weight": torch.zeros(context, dtype=dtype),
+        "reference": torch.zeros(context, dtype=dtype),
         "teacher_ids": torch.zeros(context, width, dtype=torch.int32),
-        "teacher_logp": torch.zeros(context, width),
+        "teacher_logp": torch.zeros(context, width, dtype=dtype),
     }
     at = document = 0
     for number, unit in enumerate(units):
@@ -140,7 +141,7 @@ def _row(units: Sequence[Unit], context: int, wanted: Sequence[str]) -> Batch:
             documents_T[here], columns["unit"][here], columns["side"][here] = document, number, sample.side
             labels_T[before] = torch.where(sample.targets[1:], sample.ids[1:], IGNORE)
             columns["value"][here] = sample.value
-            columns["weight"][before] = sample.targets[1:] / sample.targets.sum()
+            columns["weight"][before] = sample.targets[1:].to(dtype) / sample.targets.sum()
             columns["reference"][before] = sample.reference[1:]
             columns["teacher_ids"][before] = sample.teacher_ids[1:]
             columns["teacher_logp"][before] = sample.teacher_logp[1:]

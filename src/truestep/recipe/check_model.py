@@ -12,12 +12,27 @@ from truestep.recipe.recipe import Recipe
 
 def model_problems(recipe: Recipe) -> Iterator[Problem]:
     """Problems of the model section, and of stages and tokenizer against it."""
+    yield from _of_section(recipe)
+    for stage in recipe.stages:
+        if stage.distill is not None and stage.distill.student is not None:
+            own = recipe.model_copy(update={"model": stage.distill.student, "stages": [stage]})
+            at = f"stages.{stage.name}.distill.student"
+            for problem in _of_section(own):
+                yield Problem(_moved(problem.path, at), problem.text, tuple(_moved(one, at) for one in problem.reads))
+
+
+def _moved(path: str, at: str) -> str:
+    return at + path.removeprefix("model") if path.split(".")[0] == "model" else path
+
+
+def _of_section(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model is None:
         return
     yield from _tokenizer(model, recipe)
     for stage in recipe.stages:
-        if recipe.lineage(stage)[-1].start == "init" and stage.context > model.max_context:
+        has_own = stage.distill is not None and stage.distill.student not in (None, model)
+        if not has_own and recipe.lineage(stage)[-1].start == "init" and stage.context > model.max_context:
             yield Problem(
                 f"stages.{stage.name}.context",
                 f"is {stage.context}, but model.max_context is {model.max_context}; raise that, or shorten the rows.",

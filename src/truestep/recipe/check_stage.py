@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from truestep.recipe.problems import Problem
+from truestep.recipe.problems import Problem, did_you_mean
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import TRAINED, Stage
 
@@ -28,11 +28,38 @@ def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
     if bool(stage.tokens) == bool(stage.epochs):
         text = "and epochs are both set; remove one." if stage.tokens else "is missing; set it, or epochs."
         yield Problem(f"{at}.tokens", text, (f"{at}.epochs",))
-    if stage.kind == "distill" and stage.distill is None:
-        yield Problem(f"{at}.distill", 'is missing; kind = "distill" needs [stages.distill] with a teacher.')
+    if stage.kind == "distill":
+        yield from _distill(stage, f"{at}.distill", recipe)
     if stage.lora is not None and stage.start == "init":
         yield Problem(f"{at}.lora", 'adapts frozen weights, but start = "init" has none; start from a model.')
     yield from _formats(stage, at, recipe)
+
+
+def has_student(stage: Stage) -> bool:
+    """Whether the stage says itself what its fresh model is like."""
+    return stage.distill is not None and stage.distill.student is not None
+
+
+def _distill(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
+    section = stage.distill
+    if section is None:
+        yield Problem(at, 'is missing; kind = "distill" needs [stages.distill] with a teacher.')
+        return
+    earlier = [f"stage:{one.name}" for one in recipe.stages[: recipe.stages.index(stage)]]
+    if section.teacher == "init":
+        yield Problem(f"{at}.teacher", 'is "init", and fresh weights teach nothing; name a model.')
+    elif section.teacher.startswith("stage:") and section.teacher not in earlier:
+        text = f"is {section.teacher!r}, but that is no earlier stage; {did_you_mean(section.teacher, earlier)}"
+        yield Problem(f"{at}.teacher", text)
+    if section.student is not None and stage.start != "init":
+        text = f'will not be used: the stage starts from {stage.start!r}; remove it, or write start = "init".'
+        yield Problem(f"{at}.student", text, (f"{at.rpartition('.')[0]}.start",))
+    if section.logits == "stored" and not section.top_k:
+        text = 'is 0, but logits = "stored" keeps the likeliest tokens only; set it to 64, say.'
+        yield Problem(f"{at}.top_k", text, (f"{at}.logits",))
+    if stage.loss.z_loss:
+        text = 'would not be used: kind = "distill" has no z-loss; remove it.'
+        yield Problem(f"{at.rpartition('.')[0]}.loss.z_loss", text)
 
 
 def _formats(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:

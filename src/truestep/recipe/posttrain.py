@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 
 from truestep.recipe.data import MixtureItem
+from truestep.recipe.model import ModelSection
 from truestep.recipe.section import Section, field
 from truestep.recipe.units import Number
 
@@ -69,10 +70,13 @@ class Distill(Section):
     """Distillation from the logits of a teacher with the same vocabulary."""
 
     teacher: str = field(help='"stage:NAME", a model directory, or a hub id "org/name@commit"')
+    student: ModelSection | None = field(None, help='start = "init": the student\'s architecture; by default [model]')
     divergence: Literal["forward", "reverse", "js"] = field(
         "forward", help="KL(teacher, student), KL(student, teacher), or the generalised Jensen-Shannon divergence"
     )
-    mix: float = field(0.5, help="js: weight of the teacher in the mixture", gt=0, lt=1)
+    mix: float = field(
+        0.5, help="js: weight of the teacher in the mixture; 0 is forward, 1 reverse (the limits)", ge=0, le=1
+    )
     temperature: float = field(1.0, help="of both; the loss is multiplied by its square", gt=0)
     hard: float = field(0.0, help="share of plain cross-entropy in the loss", ge=0, lt=1)
     logits: Literal["online", "stored"] = field(

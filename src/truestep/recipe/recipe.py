@@ -33,6 +33,11 @@ class Recipe(Section):
         """The run's directory."""
         return Path(self.run.dir).expanduser() / self.run.name
 
+    def fresh(self, stage: Stage) -> ModelSection | None:
+        """The architecture of a stage that starts from fresh weights."""
+        student = stage.distill.student if stage.distill else None
+        return student or self.model
+
     def lineage(self, stage: Stage) -> list[Stage]:
         """The stage, the stage that it starts from, and so on. The last one's `start` is "init", or a model from
         outside the recipe."""

@@ -1,7 +1,8 @@
 """A second model beside the one that is trained, on the same mesh: a teacher, or what is not to be forgotten. It has no
 gradients and no optimizer, and no checkpoint holds it: it comes from a model directory in every attempt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -34,8 +35,31 @@ def as_products(out: HeadInput) -> HeadInput:
     device = out.hidden_BTD.device.type
     if torch.is_autocast_enabled(device):
         hidden_BTD = out.hidden_BTD.to(torch.get_autocast_dtype(device))
-        return HeadInput(hidden_BTD, out.weight_VD, out.softcap, out.vocab, out.first_row, out.vocab_size)
+        return replace(out, hidden_BTD=hidden_BTD)
     return out
+
+
+class TakesHead(Protocol):
+    """A loss that makes another model's logits itself, from a column of hidden states and this head."""
+
+    head: HeadInput | None
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """Adds a frozen model's last hidden states to a microbatch as a column, on ranks with the head, and gives `loss`
+    the output matrix that belongs to them (one of truestep.train.state's `before`)."""
+
+    model: Frozen
+    column: str
+    loss: TakesHead
+
+    def __call__(self, batch: Batch) -> Batch:
+        out = self.model.head_input(batch)
+        if out is None:
+            return batch
+        self.loss.head = replace(out, hidden_BTD=out.hidden_BTD[:0])
+        return replace(batch, columns={**batch.columns, self.column: out.hidden_BTD})
 
 
 def freeze(

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.batch_schedule import step_rows
 from truestep.recipe.check_mesh import Limits, asked_of, faults, fill
 from truestep.recipe.recipe import Recipe
+from truestep.recipe.stage import TRAINED
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,4 @@ class Worlds:
     @property
     def _fewest_microbatches(self) -> int:
         rows = self.recipe.machine.microbatch_rows
-        schedules = [BatchSchedule.of(stage) for stage in self.recipe.stages]
-        return min(schedule.rows_in(step) // rows for schedule in schedules for step in (0, schedule.steps - 1))
+        return min(step_rows(stage)[0] // rows for stage in self.recipe.stages if stage.kind in TRAINED)

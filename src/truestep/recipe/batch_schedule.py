@@ -16,6 +16,17 @@ class _Segment(NamedTuple):
     rows: int
 
 
+def step_rows(stage: Stage) -> tuple[int, int]:
+    """The fewest and the most rows that a step of a stage reads; of one whose length is told in epochs, as if it came to
+    all points of its ramp."""
+    if stage.epochs:
+        sizes = [stage.batch_tokens, *(point.batch_tokens for point in stage.ramp)]
+        return min(sizes) // stage.context, max(sizes) // stage.context
+    schedule = BatchSchedule.of(stage)
+    rows = schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)
+    return min(rows), max(rows)
+
+
 @dataclass(frozen=True)
 class BatchSchedule:
     """R(k), the number of rows before step k, from the stage's numbers: all in tokens, the batch sizes multiples of

@@ -34,7 +34,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
         yield from missing
         if not missing and stage.kind in TRAINED:
             yield from _batch(stage, at, recipe)
-            yield from _schedule(stage, at)
+            yield from schedule_problems(stage, at)
         yield from _gate(stage, at, recipe)
     yield from numerics_problems(recipe.numerics, recipe.model)
     yield from _machine(recipe)
@@ -187,7 +187,8 @@ def _batch(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
         last = point.after
 
 
-def _schedule(stage: Stage, at: str) -> Iterator[Problem]:
+def schedule_problems(stage: Stage, at: str) -> Iterator[Problem]:
+    """What is wrong with the lengths of warm-up and decay, as far as the stage's own is known."""
     schedule, at = stage.optim.schedule, f"{at}.optim.schedule"
     wanted = {"warmup": schedule.warmup} | ({"decay": schedule.decay} if schedule.kind == "wsd" else {})
     for name, length in wanted.items():

@@ -13,6 +13,7 @@ from torch import nn
 
 from truestep.data.loader import Corpus, Loader, Prefetcher, evaluation_batches
 from truestep.data.shares import Shares
+from truestep.data.store import TokenStore
 from truestep.data.tokenizer import Tokenizer, check_vocab
 from truestep.errors import ModelError
 from truestep.models.build import build_model, init_weights
@@ -30,6 +31,7 @@ from truestep.sentinel.spikes import SpikeWatch
 from truestep.sentinel.statistics import Statistics, apart
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
+from truestep.stages.epochs import in_tokens
 from truestep.stages.measure import measure_precision
 from truestep.train.build import build
 from truestep.train.digests import Digests
@@ -53,9 +55,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a stage trains with. `precision`: the compute dtype. `start`: None for fresh weights; `fill` gives the model
-    its first ones, `first` is the rest of the state before the first step. `measure(whole)`: the held-out figures of
-    the model as it is, if the stage has a held-out text."""
+    """What a stage, its length told in tokens, trains with. `precision`: the compute dtype. `start`: None for fresh
+    weights; `fill` gives the model its first ones, `first` is the rest of the state before the first step.
+    `measure(whole)`: the held-out figures of the model as it is, if the stage has a held-out text."""
 
     stage: Stage
     schedule: BatchSchedule
@@ -97,9 +99,11 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     """Build a stage's parts, the state as it is before the first step. Collective. `precision`: what was chosen before,
     where that is known; else as the recipe says."""
     recipe, machine = context.recipe, context.recipe.machine
-    schedule = BatchSchedule.of(stage)
     start = starting_point(context, stage)
     corpora = Corpora.prepare(context, stage, partial(model_section, context, start))
+    loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
+    stage = in_tokens(stage, loader.num_rows_per_epoch)
+    schedule = BatchSchedule.of(stage)
     section = model_section(context, start, corpora.tokenizer)
     precision = precision or measure_precision(context, stage, section)
     model = build_model(section, section.vocab_size)
@@ -120,7 +124,6 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     )
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
-    loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     state.spikes = SpikeWatch(recipe.sentinel.spikes)
     state.statistics = statistics(state) if recipe.sentinel.statistics else None
     state.loader = loader.state(0)
@@ -207,6 +210,6 @@ def evaluate_on(
     batches = partial(evaluation_batches, corpus, stage.context, stage.mask_documents, *share, rows, limit)
     num_bytes, store = corpus.store.num_bytes, corpus.store
     lengths = torch.from_numpy(tokenizer.byte_lengths())
-    complete = not limit and num_bytes is not None and corpus.packing == "split"
+    complete = not limit and num_bytes is not None and corpus.packing == "split" and isinstance(store, TokenStore)
     text = Text(lengths, num_bytes or 0, store.num_documents, complete)
     return evaluate_with_gap(state.parallel, state.job, batches, text)

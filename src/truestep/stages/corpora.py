@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
+
 from truestep.data.blocks import digest
 from truestep.data.build import Progress, build, open_built
 from truestep.data.loader import Corpus
 from truestep.data.sample import make_tokenizer
+from truestep.data.sample_packing import Supervision
+from truestep.data.sample_store import SampleStore, Store, open_store
 from truestep.data.sources.registry import open_source
-from truestep.data.store import TokenStore
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
 from truestep.files import canonical, publish
@@ -30,12 +33,12 @@ DATA_FILE = "data.json"
 
 @dataclass(frozen=True)
 class Corpora:
-    """The tokenizer of a recipe and the stores of the sections that a stage names."""
+    """The tokenizer of a recipe and the stores, of tokens or of samples, of the sections that a stage names."""
 
     recipe: Recipe
     tokenizer: Tokenizer
     tokenizer_dir: Path
-    stores: dict[str, TokenStore]
+    stores: dict[str, Store]
 
     @staticmethod
     def prepare(context: Context, stage: Stage, fits: Callable[[Tokenizer], object]) -> "Corpora":
@@ -54,7 +57,7 @@ class Corpora:
             paths = {"": str(tokenizer_dir)}
             for name in names:
                 paths[name] = str(build_store(context.recipe, name, tokenizer, context.data_dir, context.progress.say))
-                note_store(context, name, TokenStore.open(paths[name]))
+                note_store(context, name, open_store(paths[name]))
             context.note("phase", name="data build", seconds=time.perf_counter() - began, stage=stage.name)
             return paths
 
@@ -65,7 +68,7 @@ class Corpora:
                     f"{path} was built by rank 0 but cannot be seen by rank {context.job.rank}; "
                     f"put run.dir on a file system that all hosts share"
                 )
-        stores = {name: TokenStore.open(path) for name, path in paths.items() if name}
+        stores = {name: open_store(path) for name, path in paths.items() if name}
         return Corpora(context.recipe, load_tokenizer(paths[""]), paths[""], stores)
 
     def record(self, context: Context) -> None:
@@ -75,14 +78,24 @@ class Corpora:
             _record(context, folders | {"": self.tokenizer_dir.name})
 
     def training(self, stage: Stage) -> list[Corpus]:
-        return [self._corpus(item) for item in mixture(stage)]
+        return [self._corpus(stage, item) for item in mixture(stage)]
 
     def held_out(self, stage: Stage) -> Corpus | None:
-        return self._corpus(MixtureItem(data=stage.evaluate.data)) if stage.evaluate else None
+        return self._corpus(stage, MixtureItem(data=stage.evaluate.data)) if stage.evaluate else None
 
-    def _corpus(self, item: MixtureItem) -> Corpus:
-        section = self.recipe.data[item.data]
-        return Corpus(self.stores[item.data], item.weight, item.max_epochs, section.packing, section.too_long)
+    def _corpus(self, stage: Stage, item: MixtureItem) -> Corpus:
+        section, store = self.recipe.data[item.data], self.stores[item.data]
+        shape = section.packing, section.too_long
+        return Corpus(store, item.weight, item.max_epochs, *shape, supervision=supervision(stage))
+
+
+def supervision(stage: Stage) -> Supervision:
+    """Which tokens of samples a stage of its kind trains on, and the columns that its loss looks at."""
+    if stage.kind == "sft":
+        return Supervision(stage.sft.loss_on, stage.sft.weighting == "sample", units=False)
+    if stage.kind in ("preference", "reward_model"):
+        return Supervision("last", units=True)
+    return Supervision("assistant", units=False)
 
 
 def mixture(stage: Stage) -> list[MixtureItem]:
@@ -118,7 +131,7 @@ def build_store(
     say: Say,
     progress: Callable[[Progress], None] | None = None,
 ) -> Path:
-    """The folder of a section's token store, built if it is not there. `progress` replaces spoken progress."""
+    """The folder of a section's store, built if it is not there. `progress` replaces spoken progress."""
     section = recipe.data[name]
     key = digest(canonical([_content(section), tokenizer.fingerprint, _inputs(recipe, name)]))[:12]
     path = folder / f"{name}-{key}"
@@ -171,7 +184,7 @@ def _record(context: Context, folders: dict[str, str]) -> None:
     publish(file, json.dumps({"what": what(context.recipe), "paths": kept | folders}, indent=1).encode())
 
 
-def note_store(context: Context, name: str, store: TokenStore) -> None:
+def note_store(context: Context, name: str, store: Store) -> None:
     report = store.header.get("report", {})
     context.note(
         "data",
@@ -184,8 +197,11 @@ def note_store(context: Context, name: str, store: TokenStore) -> None:
         dropped=_dropped(report),
         licence=report.get("source", {}).get("licence"),
     )
-    sizes = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.num_bytes or 0:,} bytes"
+    what = "rows" if isinstance(store, SampleStore) else "documents"
+    sizes = f"{store.num_documents:,} {what}, {store.num_tokens:,} tokens, {store.num_bytes or 0:,} bytes"
     context.progress.say(f"data: {name} has {sizes}")
+    for sentence in report.get("refused", []):
+        context.progress.say(f"[yellow]data: {name}: refused: {escape(sentence)}[/yellow]")
 
 
 def _content(section: DataSection) -> dict:

@@ -15,7 +15,7 @@ from truestep.numerics.fake import fake_memory, fake_mode, fake_tensors, fused_a
 from truestep.parallel.experts import place_experts
 from truestep.parallel.mesh import Limits, resolve
 from truestep.plan.split import stage_layers, stages_of_rank
-from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.batch_schedule import step_rows
 from truestep.recipe.degrees import Coordinate, Degrees
 from truestep.recipe.machine import Machine
 from truestep.recipe.model import ModelSection
@@ -26,6 +26,8 @@ from truestep.stages.dry_run_scale import Series, carried_on, series_of_layers, 
 from truestep.train.build import HEAD_CHUNK_TOKENS, build
 from truestep.train.state import TrainState
 
+_STEPS = 1000
+"""Of the stage: its number changes the learning rate, and no cost."""
 _ON_CPU = {"device": "cpu", "async_tp": False, "offload_optimizer": False}
 """What a trace takes for the machine: it runs on no GPU, whatever the case is."""
 
@@ -63,8 +65,7 @@ class Case:
     @property
     def microbatches(self) -> int:
         """Microbatches of a rank in the largest step of the stage, as the loader shares them out."""
-        schedule = BatchSchedule.of(self.stage)
-        rows = max(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1))
+        _, rows = step_rows(self.stage)
         return -(-rows // (self.machine.microbatch_rows * self.degrees.data_parallel))
 
     def with_layers(self, num_layers: int) -> ModelSection:
@@ -144,7 +145,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
                 machine=case.machine.model_copy(update=_ON_CPU),
                 precision=case.precision,
                 seed=0,
-                steps=BatchSchedule.of(case.stage).steps,
+                steps=_STEPS,
             )
             for part in state.parallel.parts:
                 place_experts(part, state.parallel.groups.axes.ep, forced_balance=True)

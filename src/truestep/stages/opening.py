@@ -24,6 +24,7 @@ def say_start(context: Context, parts: Parts) -> None:
     known = not section.module
     modes: tuple[Recompute, ...] = ("none", "selective", "full")
     groups = whole_groups(state)
+    reports = {item.data: packing.report for item, packing in zip(mixture(stage), parts.loader.packings)}
     blocks = {mode: [layer for layer, its in state.recomputed.items() if its == mode] for mode in modes}
     context.note(
         "stage_start",
@@ -50,6 +51,7 @@ def say_start(context: Context, parts: Parts) -> None:
             "mesh": asdict(state.parallel.groups.degrees),
             "recomputed": blocks,
             "stage": stage.model_dump(mode="json"),
+            "packing": reports,
         },
     )
     for group in groups:

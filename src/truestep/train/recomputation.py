@@ -7,7 +7,7 @@ from truestep.models.decoder import Decoder
 from truestep.plan.activations import Recompute
 from truestep.plan.memory import recomputation
 from truestep.plan.setup import Setup
-from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.batch_schedule import step_rows
 from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Machine
 from truestep.recipe.stage import Stage
@@ -26,8 +26,7 @@ def recomputed(
                 'known; choose "none" or "full"'
             )
         return {}
-    schedule = BatchSchedule.of(stage)
-    rows = max(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1))
+    _, rows = step_rows(stage)
     here = machine.model_copy(update={"precision": precision, "head_chunk_tokens": head_chunk_tokens})
     setup = Setup(model.section, degrees, here, stage, rows)
     return {layer: mode for rank in range(degrees.pp) for layer, mode in recomputation(setup, rank).items()}

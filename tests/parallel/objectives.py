@@ -44,14 +44,23 @@ Formula = Callable[[Sequence[Sequence[Seen]]], torch.Tensor]
 @dataclass(frozen=True)
 class Objective:
     """`units`: which kind of them it takes (see draw_units); `columns`: what its rows carry; `stage`: the fields of the
-    recipe's stage; `model`: those of its model. `top_k`: of the columns of a stored teacher."""
+    recipe's stage; `model`: those of its model."""
 
     formula: Formula
     units: str
     columns: tuple[str, ...]
     stage: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
-    top_k: int = 0
+
+    @property
+    def top_k(self) -> int:
+        """Of the columns of a stored teacher; 0 without one."""
+        return TOP_K if "teacher_ids" in self.columns else 0
+
+    @property
+    def online(self) -> bool:
+        """Whether a teacher answers in the step."""
+        return self.stage["kind"] == "distill" and not self.top_k
 
 
 def sft_by_token(units: Sequence[Sequence[Seen]]) -> torch.Tensor:
@@ -162,11 +171,12 @@ def _preference(of_pair: Callable[[Seen, Seen], torch.Tensor], **options: Any) -
     return Objective(of_pairs(of_pair), "pair", columns, {"kind": "preference", "preference": {"beta": BETA} | options})
 
 
-def _stored(kind: str, of: Callable[..., torch.Tensor]) -> Objective:
-    settings = {"divergence": kind, "temperature": TEMPERATURE, "hard": HARD, "top_k": TOP_K, "logits": "stored"}
-    settings |= {"mix": MIX} if kind == "js" else {}
+def _teacher(kind: str, of: Callable[..., torch.Tensor], top_k: int = 0, stored: bool = False) -> Objective:
+    settings: dict[str, Any] = {"divergence": kind, "temperature": TEMPERATURE, "hard": HARD, "top_k": top_k}
+    settings |= {"logits": "stored" if stored else "online"} | ({"mix": MIX} if kind == "js" else {})
     stage = {"kind": "distill", "distill": {"teacher": "elsewhere", **settings}}
-    return Objective(partial(distilled, of=of, top_k=TOP_K), "one", ("teacher_ids", "teacher_logp"), stage, {}, TOP_K)
+    columns = ("teacher_ids", "teacher_logp") if stored else ()
+    return Objective(partial(distilled, of=of, top_k=top_k), "one", columns, stage)
 
 
 OBJECTIVES: dict[str, Objective] = {
@@ -179,7 +189,11 @@ OBJECTIVES: dict[str, Objective] = {
     "robust": _preference(robust, kind="robust", label_smoothing=SMOOTHING),
     "length-normalised": _preference(length_normalised, kind="length-normalised"),
     "simpo": _preference(simpo, kind="simpo", margin=GAMMA),
-    "forward, stored": _stored("forward", forward_kl),
-    "reverse, stored": _stored("reverse", reverse_kl),
-    "js, stored": _stored("js", jensen_shannon),
+    "forward": _teacher("forward", forward_kl),
+    "reverse": _teacher("reverse", reverse_kl),
+    "js": _teacher("js", jensen_shannon),
+    "forward of the likeliest": _teacher("forward", forward_kl, TOP_K - 2),
+    "forward, stored": _teacher("forward", forward_kl, TOP_K, stored=True),
+    "reverse, stored": _teacher("reverse", reverse_kl, TOP_K, stored=True),
+    "js, stored": _teacher("js", jensen_shannon, TOP_K, stored=True),
 }

@@ -3,11 +3,12 @@
 The formula sees each sample alone; the ranks see rows, packed and padded by some layout and dealt out on some mesh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import nn
 from torch.nn.functional import log_softmax
 
 from tests.parallel import oracle
@@ -17,9 +18,14 @@ from tests.parallel.harness import Found as Plain
 from tests.parallel.objectives import OBJECTIVES, TEMPERATURE, Objective, Seen
 from tests.parallel.units import Layout, Sample, Unit, draw_units, rows_of, with_reference, with_teacher
 from tests.pool import Pool
+from truestep.losses.distill import HIDDEN, Distillation
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
+from truestep.numerics.pieces import Piece
+from truestep.parallel.mesh import Limits
 from truestep.recipe.model import ModelSection
+from truestep.train.frozen import HiddenStates, freeze
+from truestep.train.state import TrainState
 from truestep.train.step import train_step
 
 BOUND = 1e-9
@@ -52,7 +58,11 @@ def units_of(one: Composition, objective: Objective, count: int = UNITS) -> list
 
 
 def teacher_of(one: Composition) -> Decoder:
-    return plain_model(replace(one, seed=one.seed + 200))
+    return plain_model(_teaching(one))
+
+
+def _teaching(one: Composition) -> Composition:
+    return replace(one, seed=one.seed + 200)
 
 
 def plain_model(one: Composition) -> Decoder:
@@ -103,10 +113,28 @@ def learn(pool: Pool, one: Composition, name: str, batch: Batch, reduction: str 
 def ranks_learn(rank: int, world: int, one: Composition, name: str, batch: Batch, reduction: str) -> Found:
     objective = OBJECTIVES[name]
     state = start(rank, world, one, stage=objective.stage, model=objective.model, reduction=reduction)
+    if objective.online:
+        teach(state, one)
     plain = Plain()
     with captured(state, plain):
         result = train_step(state, share(one, batch, rank), batch.num_targets, [])
     return Found(result.loss, result.grad_norm, result.metrics, plain.gradients)
+
+
+def teach(state: TrainState, one: Composition) -> None:
+    """Let the teacher answer in every step, on the mesh of the student."""
+    assert isinstance(state.loss, Distillation)
+    machine, values = one.machine(), oracle.whole_weights(_teaching(one))
+
+    def own_values(_: nn.Module, pieces: Mapping[str, Piece]) -> None:
+        for name, piece in pieces.items():
+            piece.local.copy_(values[name][piece.region])
+
+    with torch.device("meta"):
+        teacher = Decoder(one.section())
+    limits = Limits(False, one.heads, one.layers, 0, (one.context,), machine)
+    settings = {"machine": machine, "precision": one.precision, "context": one.context, "limits": limits}
+    state.before.append(HiddenStates(freeze(teacher, own_values, state.parallel, **settings), HIDDEN, state.loss))
 
 
 def rows(one: Composition, name: str, layout: Layout) -> Batch:

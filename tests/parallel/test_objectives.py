@@ -1,5 +1,6 @@
 """Every loss after pretraining, on every mesh and in every layout of its rows, against its formula in one process."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
@@ -33,8 +34,8 @@ LAYOUTS = {
     "packed in other order": Layout(context=64, together=3, reverse=True),
 }
 ALONE = Layout()
-ALWAYS = {"4 x 2 rows", "FSDP", "tensor", "pipeline", "context"}
-"""Meshes of the set that every test run tries."""
+ALWAYS = ["4 x 2 rows", "FSDP", "tensor", "pipeline", "context"]
+"""Meshes that take turns, two a loss, in every test run; the rest is slow."""
 WITHOUT_CONTEXT = {"pairs of scores", "scores of steps"}
 """Score heads do without context parallelism (a recipe with both is refused)."""
 
@@ -43,16 +44,21 @@ def composition(line: str) -> Composition:
     return parse(f"{BASE} {line}")
 
 
-def cases(names: dict, always: set[str]) -> list:
+def cases(others: Iterable[str], always: Callable[[int, str], bool]) -> list:
+    """Every loss with each of `others`; slow where it is not one of those for always, told by the loss's number."""
     return [
-        pytest.param(name, other, marks=() if other in always else pytest.mark.slow)
-        for name in OBJECTIVES
-        for other in names
+        pytest.param(name, other, marks=() if always(number, other) else pytest.mark.slow)
+        for number, name in enumerate(OBJECTIVES)
+        for other in others
         if not (name in WITHOUT_CONTEXT and "context" in other)
     ]
 
 
-@pytest.mark.parametrize("name, mesh", cases(MESHES, ALWAYS))
+def in_turn(number: int, mesh: str) -> bool:
+    return mesh in (ALWAYS[number % len(ALWAYS)], ALWAYS[(number + 2) % len(ALWAYS)])
+
+
+@pytest.mark.parametrize("name, mesh", cases(MESHES, in_turn))
 def test_c13_mesh_and_accumulation_change_no_loss(pool, name, mesh):
     """Properties 1, 22, 27, 28. Units share rows, so that a row's sums do not help."""
     one = composition(MESHES[mesh])
@@ -64,7 +70,7 @@ def test_c13_mesh_and_accumulation_change_no_loss(pool, name, mesh):
     assert not told_apart(found, learn(pool, plain, name, batch))
 
 
-@pytest.mark.parametrize("name, layout", cases(LAYOUTS, {"packed in other order"}))
+@pytest.mark.parametrize("name, layout", cases(LAYOUTS, lambda number, layout: layout == "packed in other order"))
 def test_c13_packing_padding_and_order_of_rows_change_no_loss(pool, name, layout):
     """Properties 5, 12, 16. The formula sees each sample alone."""
     here = LAYOUTS[layout]
@@ -74,14 +80,10 @@ def test_c13_packing_padding_and_order_of_rows_change_no_loss(pool, name, layout
     assert not faults(learn(pool, replace(one, rows=len(batch.tokens_BT)), name, batch), wanted)
 
 
-@pytest.mark.parametrize(
-    "name, line",
-    [
-        pytest.param(name, line, marks=() if line == "dp_shard=2" else pytest.mark.slow)
-        for name in OBJECTIVES
-        for line in ("dp_shard=2", "dp_replicate=2", "dp_replicate=2 dp_shard=2", "dp_shard=4", "pp=2")
-    ],
-)
+DATA_RANKS = ("dp_shard=2", "dp_replicate=2", "dp_replicate=2 dp_shard=2", "dp_shard=4", "pp=2")
+
+
+@pytest.mark.parametrize("name, line", cases(DATA_RANKS, lambda number, line: DATA_RANKS.index(line) == number % 5))
 def test_exact_reduction_is_bitwise_over_ranks(pool, name, line):
     one = composition(f"size=1 precision=float32 {line}")
     batch = rows(one, name, Layout(together=2))

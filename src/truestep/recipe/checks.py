@@ -9,7 +9,7 @@ from truestep.recipe.check_elastic import elastic_problems
 from truestep.recipe.check_mesh import mesh_problems
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.check_numerics import numerics_problems
-from truestep.recipe.check_stage import stage_problems
+from truestep.recipe.check_stage import has_student, stage_problems
 from truestep.recipe.data import SOURCES, DataSection
 from truestep.recipe.digests import canonical
 from truestep.recipe.dump import toml
@@ -75,7 +75,7 @@ def _references(recipe: Recipe) -> Iterator[Problem]:
         yield from _start(stage, at, before)
         before.add(stage.name)
     starts = tuple(f"stages.{stage.name}.start" for stage in recipe.stages)
-    fresh = any(stage.start == "init" for stage in recipe.stages)
+    fresh = any(stage.start == "init" and not has_student(stage) for stage in recipe.stages)
     if fresh and recipe.model is None:
         text = 'is missing, but a stage starts from "init"; add [model], or start from a model.'
         yield Problem("model", text, starts)

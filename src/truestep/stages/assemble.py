@@ -1,11 +1,9 @@
 """Everything that a stage trains with, built from the recipe for the processes that are there: the same parts for a
 run, a replay and a drill."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,7 @@ from truestep.data.tokenizer import Tokenizer, check_vocab
 from truestep.errors import ModelError
 from truestep.models.build import build_model, init_weights
 from truestep.models.foreign import ForeignModel
-from truestep.models.hf import load_hf, read_section
-from truestep.models.hub import fetch, is_hub_id
+from truestep.models.hf import read_section
 from truestep.models.load import require_own_module, tensors_of
 from truestep.numerics.pieces import Piece
 from truestep.parallel.apply import Fill
@@ -33,24 +30,12 @@ from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.epochs import in_tokens
 from truestep.stages.measure import measure_precision
+from truestep.stages.starts import Start, load_into, starting_point
+from truestep.stages.teachers import teach
 from truestep.train.build import build
 from truestep.train.digests import Digests
 from truestep.train.evaluate import HeldOut, Text, evaluate_with_gap
 from truestep.train.state import TrainState
-
-
-@dataclass(frozen=True)
-class Start:
-    """The model that a stage starts from; `pinned` names it for the record (a hub id with its commit)."""
-
-    directory: Path
-    pinned: str
-
-    @property
-    def digest(self) -> str | None:
-        """Digest of its weights, where the directory has a manifest of ours that says."""
-        file = self.directory / "manifest.json"
-        return json.loads(file.read_text()).get("weights") if file.exists() else None
 
 
 @dataclass(frozen=True)
@@ -100,11 +85,11 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     where that is known; else as the recipe says."""
     recipe, machine = context.recipe, context.recipe.machine
     start = starting_point(context, stage)
-    corpora = Corpora.prepare(context, stage, partial(model_section, context, start))
+    corpora = Corpora.prepare(context, stage, partial(model_section, context, stage, start))
     loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     stage = in_tokens(stage, loader.num_rows_per_epoch)
     schedule = BatchSchedule.of(stage)
-    section = model_section(context, start, corpora.tokenizer)
+    section = model_section(context, stage, start, corpora.tokenizer)
     precision = precision or measure_precision(context, stage, section)
     model = build_model(section, section.vocab_size)
     check_fit(stage, section, model)
@@ -122,6 +107,7 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
         numerics=recipe.numerics,
         limits=Limits.of(recipe, section),
     )
+    teach(context, stage, state, section, precision, corpora.tokenizer)
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
     state.spikes = SpikeWatch(recipe.sentinel.spikes)
@@ -144,28 +130,9 @@ def digests(parts: Parts, **options: Any) -> Digests:
     return Digests(parts.stage.name, state.job, state.parallel.gradients, state.tensors, **options)
 
 
-def starting_point(context: Context, stage: Stage) -> Start | None:
-    """None where the stage starts from fresh weights. Rank 0 fetches, the others wait."""
-    if stage.start == "init":
-        return None
-    if stage.start.startswith("stage:"):
-        directory = context.model_dir(stage.start.removeprefix("stage:"))
-        return Start(directory, stage.start)
-    if not is_hub_id(stage.start):
-        return Start(Path(stage.start), stage.start)
-    cache = Path(context.recipe.machine.cache).expanduser() / "hub"
-
-    def get() -> list[str]:
-        found = fetch(stage.start, cache)
-        return [str(found.directory), found.pinned]
-
-    directory, pinned = context.job.agree(f"start/{stage.name}", get)
-    return Start(Path(directory), pinned)
-
-
-def model_section(context: Context, start: Start | None, tokenizer: Tokenizer) -> ModelSection:
+def model_section(context: Context, stage: Stage, start: Start | None, tokenizer: Tokenizer) -> ModelSection:
     """The architecture, filled in: that of the start model, else that of the recipe."""
-    section = context.recipe.model
+    section = context.recipe.fresh(stage)
     if start:
         own_module = section.module if section else None
         section = read_section(start.directory)
@@ -189,11 +156,6 @@ def check_fit(stage: Stage, section: ModelSection, model: nn.Module) -> None:
             f"stage {stage.name!r} keeps documents apart (mask_documents), which {section.module} cannot: its forward "
             f"has no `document_ids`; add that argument, or set mask_documents = false"
         )
-
-
-def load_into(directory: Path, names: list[str], model: nn.Module, pieces: Mapping[str, Piece]) -> None:
-    """`names`: those of the whole model, of which `model` may be a part."""
-    load_hf(directory, pieces, names)
 
 
 def first_weights(seed: int, model: nn.Module, pieces: Mapping[str, Piece]) -> None:

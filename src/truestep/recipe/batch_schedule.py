@@ -17,8 +17,8 @@ class _Segment(NamedTuple):
 
 
 def step_rows(stage: Stage) -> tuple[int, int]:
-    """The fewest and the most rows that a step of a stage reads; of one whose length is told in epochs, as if it came to
-    all points of its ramp."""
+    """The fewest and the most rows that a step of a stage reads; of one whose length is told in epochs, as if it came
+    to all points of its ramp."""
     if stage.epochs:
         sizes = [stage.batch_tokens, *(point.batch_tokens for point in stage.ramp)]
         return min(sizes) // stage.context, max(sizes) // stage.context

@@ -7,6 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.recipe.small import small
+from truestep.cli import mesh_cost
 from truestep.cli.check import check
 from truestep.cli.show import show
 from truestep.errors import UserError
@@ -55,6 +56,21 @@ def test_check_follows_stages_to_their_model(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(dump(load(recipe)))
     assert "not known" not in _run("check", str(path))
+
+
+def test_check_of_stages_after_pretraining():
+    """How many steps its epochs are is not known yet, nor what it takes to quantise; the rest is."""
+    output = _run("check", "recipes/assistant.toml")
+    rows = {
+        cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in map(_cells, output.splitlines()) if cells
+    }
+    assert rows["base"][:2] == ["489", "3,912"] and rows["sft"] == ["2 epochs", "", "", "8", "not known yet"]
+    with pytest.raises(UserError, match=r"stage 'int4' \(quantise\) does not train"):
+        mesh_cost.show("recipes/assistant.toml", [], None, "int4", False)
+
+
+def _cells(line: str) -> list[str]:
+    return line.strip("│ ").split("│") if line.startswith("│") else []
 
 
 def test_check_raises_every_error(file):

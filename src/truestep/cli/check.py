@@ -7,13 +7,20 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from truestep.cli.arguments import Overrides, RecipePath
-from truestep.cli.mesh_cost import assumed_world, countable_model, mesh_cost, processes_words, setup_of
+from truestep.cli.mesh_cost import (
+    assumed_world,
+    countable_model,
+    mesh_cost,
+    processes_words,
+    setup_of,
+)
 from truestep.recipe import digests
-from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.batch_schedule import BatchSchedule, step_rows
 from truestep.recipe.check_mesh import Limits, degrees
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
+from truestep.recipe.stage import TRAINED, Stage
 
 World = Annotated[
     int | None, typer.Option("--world", help="processes of the job; by default as the recipe tells", min=1, max=2**24)
@@ -54,14 +61,23 @@ def _stages(recipe: Recipe, model: ModelSection | None) -> Table:
     for heading in ("steps", "rows", "tokens", "rows a step", "FLOPs"):
         table.add_column(heading, justify="right")
     for stage in recipe.stages:
-        schedule = BatchSchedule.of(stage)
-        first, last = schedule.rows_in(0), schedule.rows_in(schedule.steps - 1)
-        size = f"{first:,}" if first == last else f"{first:,} to {last:,}"
-        tokens = schedule.total_rows * stage.context
-        counted = model if recipe.lineage(stage)[-1].start == "init" else None
-        flops = f"{counted.train_flops(tokens, stage.context):.3g}" if counted else "not known yet"
-        table.add_row(stage.name, f"{schedule.steps:,}", f"{schedule.total_rows:,}", f"{tokens:,}", size, flops)
+        table.add_row(stage.name, *_sizes(recipe, stage, model))
     return table
+
+
+def _sizes(recipe: Recipe, stage: Stage, model: ModelSection | None) -> tuple[str, ...]:
+    """Steps, rows, tokens, rows a step and FLOPs. How many steps some epochs are is known when the data is built."""
+    if stage.kind not in TRAINED:
+        return f"none: {stage.kind}", "", "", "", ""
+    fewest, most = step_rows(stage)
+    each = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    if stage.epochs:
+        return f"{stage.epochs:g} epoch{'' if stage.epochs == 1 else 's'}", "", "", each, "not known yet"
+    schedule = BatchSchedule.of(stage)
+    tokens = schedule.total_rows * stage.context
+    counted = model if recipe.lineage(stage)[-1].start == "init" else None
+    flops = f"{counted.train_flops(tokens, stage.context):.3g}" if counted else "not known yet"
+    return f"{schedule.steps:,}", f"{schedule.total_rows:,}", f"{tokens:,}", each, flops
 
 
 def _parameters(recipe: Recipe, model: ModelSection | None) -> str:

@@ -14,14 +14,14 @@ from truestep.plan.memory import RankMemory, rank_memory, recomputation
 from truestep.plan.schedule import FORMULAS, bubble
 from truestep.plan.setup import Setup
 from truestep.plan.traffic import Traffic, traffic
-from truestep.recipe.batch_schedule import BatchSchedule
+from truestep.recipe.batch_schedule import step_rows
 from truestep.recipe.check_mesh import Limits, asked_of, degrees
 from truestep.recipe.check_model import tokenizer_size
 from truestep.recipe.degrees import AXES
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
-from truestep.recipe.stage import Stage
+from truestep.recipe.stage import TRAINED, Stage
 
 MOST_ROWS = 16
 _SHORT = {"parameters": "weights", "gradients": "grads", "optimizer": "optim", "activations": "activ"}
@@ -45,10 +45,8 @@ def assumed_world(recipe: Recipe) -> int:
 def setup_of(recipe: Recipe, model: ModelSection, stage: Stage, world: int) -> Setup:
     """The plan of the largest step of a stage on `world` processes. `model` is resolved. Raises UserError for a mesh
     that cannot be."""
-    schedule = BatchSchedule.of(stage)
-    rows = max(schedule.rows_in(0), schedule.rows_in(schedule.steps - 1))
     mesh = degrees(recipe.machine.mesh, Limits.of(recipe, model), world)
-    return Setup(model, mesh, recipe.machine, stage, rows)
+    return Setup(model, mesh, recipe.machine, stage, step_rows(stage)[1])
 
 
 def show(recipe: str, overrides: Sequence[str], world: int | None, stage: str | None, as_json: bool) -> None:
@@ -60,7 +58,10 @@ def show(recipe: str, overrides: Sequence[str], world: int | None, stage: str | 
             f"{recipe}: a plan needs the sizes of the model, which this recipe does not tell; give [model] with "
             f"vocab_size."
         )
-    setup = setup_of(loaded, model, stage_named(loaded, stage), world or assumed_world(loaded))
+    planned = stage_named(loaded, stage)
+    if planned.kind not in TRAINED:
+        raise UserError(f"stage {planned.name!r} ({planned.kind}) does not train, so that its step costs nothing.")
+    setup = setup_of(loaded, model, planned, world or assumed_world(loaded))
     if as_json:
         print(json.dumps(plain(setup), indent=2))
         return

@@ -1,4 +1,4 @@
-"""The text column of Arrow data (Parquet files, saved Hugging Face datasets): every row must be text."""
+"""Arrow data (Parquet files, saved Hugging Face datasets): a column in which every row must be text, or whole rows."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,19 @@ from truestep.data.sources.base import Document
 from truestep.errors import DataError
 
 
-def check_column(schema: pa.Schema, text_field: str, url: str) -> None:
-    """DataError if the file has no such column."""
-    if text_field not in schema.names:
+def check_column(schema: pa.Schema, text_field: str | None, url: str) -> None:
+    """DataError if the file has no such column; None stands for whole rows."""
+    if text_field is not None and text_field not in schema.names:
         raise DataError(f"{url} has no column {text_field!r} (columns: {', '.join(schema.names)}); set `text_field`.")
+
+
+def batch_documents(batch: pa.RecordBatch, text_field: str | None, url: str, first_row: int) -> Iterator[Document]:
+    """The rows of a batch: those of its column of text, or, without one, whole, as Python objects."""
+    if text_field is not None:
+        yield from column_documents(batch.column(text_field), text_field, url, first_row)
+        return
+    for number, row in enumerate(batch.to_pylist(), first_row):
+        yield Document(None, None, f"{url}, row {number}", row)
 
 
 def column_documents(column: pa.Array, text_field: str, url: str, first_row: int) -> Iterator[Document]:

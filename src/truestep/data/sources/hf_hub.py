@@ -32,7 +32,7 @@ class HfHubSource:
     never trained on by accident, "all" takes everything. stream: fetch files one by one without keeping them."""
 
     cache: Path
-    text_field: str
+    text_field: str | None
     repo: str
     revision: str | None = None
     config: str | None = None
@@ -118,7 +118,7 @@ def _split_of(name: str) -> str | None:
     return _SAME_SPLIT.get(match[1], match[1]) if match else None
 
 
-def _shard(file: HubFile, text_field: str) -> Shard:
+def _shard(file: HubFile, text_field: str | None) -> Shard:
     name = file.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".parquet"):
         return ParquetShard(file, text_field, size=file.size)

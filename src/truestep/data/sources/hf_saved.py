@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from truestep.data.sources.base import Document, Shard
-from truestep.data.sources.columns import check_column, column_documents
+from truestep.data.sources.columns import batch_documents, check_column
 from truestep.data.sources.inputs import InputFile, Inputs, reading
 from truestep.errors import DataError
 from truestep.storage.store import is_remote
@@ -22,7 +22,7 @@ class ArrowShard:
     """One Arrow IPC stream."""
 
     file: InputFile
-    text_field: str
+    text_field: str | None
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class ArrowShard:
                 with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
                     check_column(stream.schema, self.text_field, url)
                     for batch in stream:
-                        yield from column_documents(batch.column(self.text_field), self.text_field, url, row)
+                        yield from batch_documents(batch, self.text_field, url, row)
                         row += batch.num_rows
             except pa.ArrowException as error:
                 raise DataError(f"{url} is damaged after row {row}: {error}; save the dataset again.") from error
@@ -56,7 +56,7 @@ class HfSavedSource:
     """options: split, where the folder holds several (a DatasetDict)."""
 
     path: Inputs
-    text_field: str
+    text_field: str | None
     split: str | None = None
 
     @property

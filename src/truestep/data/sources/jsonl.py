@@ -1,4 +1,5 @@
-"""JSON Lines, plain or compressed with gzip or zstd: one object a line, the text in one of its fields."""
+"""JSON Lines, plain or compressed with gzip or zstd: one object a line, the text in one of its fields, or the whole
+object as a row."""
 
 import json
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ PATTERNS = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.ndjson", "*.ndjson.gz", "
 
 @dataclass(frozen=True)
 class JsonlShard:
-    """The lines that begin in bytes [start, stop) of a file; stop None is the end. Only plain files are cut."""
+    """The lines that begin in bytes [start, stop) of a file; stop None is the end. Only plain files are cut.
+    Without a text field, documents are rows."""
 
     file: File
-    text_field: str
+    text_field: str | None
     start: int = 0
     stop: int | None = None
 
@@ -57,18 +59,20 @@ class JsonlShard:
 
     def _document(self, path: Path, line: bytes, position: int, number: int) -> Document:
         try:
-            text = text_of_line(line, self.text_field)
+            row = row_of_line(line, self.text_field)
+            text = None if self.text_field is None else text_of_row(row, self.text_field)
         except ValueError as error:
             if self.start:  # lines before this shard are counted only when somebody needs to know
                 with open(path, "rb") as file:
                     number = sum(block.count(b"\n") for block in _blocks(file, position)) + 1
             raise DataError(f"{self.file.url}, line {number}: {error}.") from error
         where = f"line {number}" if self.start == 0 else f"byte {position}"
-        return Document(text, None, f"{self.file.url}, {where}")
+        origin = f"{self.file.url}, {where}"
+        return Document(None, None, origin, row) if text is None else Document(text, None, origin)
 
 
-def text_of_line(line: bytes, text_field: str) -> str:
-    """The text in one line of JSON. ValueError says what is wrong with it, and the remedy."""
+def row_of_line(line: bytes, text_field: str | None) -> dict[str, Any]:
+    """The object in one line of JSON. ValueError says what is wrong with it, and the remedy."""
     try:
         row: Any = json.loads(decode(line, "the line"))
     except DataError:
@@ -77,7 +81,13 @@ def text_of_line(line: bytes, text_field: str) -> str:
         shown = line.strip()[:40].decode("utf-8", "replace")
         raise ValueError(f"not JSON ({error.msg} at column {error.colno}): {shown!r}; repair or remove it") from None
     if not isinstance(row, dict):
-        raise ValueError(f"a {type(row).__name__}, not an object with a field {text_field!r}; repair the line")
+        wanted = "an object" if text_field is None else f"an object with a field {text_field!r}"
+        raise ValueError(f"a {type(row).__name__}, not {wanted}; repair the line")
+    return row
+
+
+def text_of_row(row: dict[str, Any], text_field: str) -> str:
+    """The text in an object. ValueError as above."""
     if text_field not in row:
         known = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"no field {text_field!r} (fields: {known}); set `text_field`")
@@ -91,7 +101,7 @@ class JsonlSource:
     """options: include and exclude (patterns for folders and globs)."""
 
     path: Inputs
-    text_field: str
+    text_field: str | None
     include: tuple[str, ...] = PATTERNS
     exclude: tuple[str, ...] = ()
 
@@ -104,7 +114,7 @@ class JsonlSource:
         return [shard for file in files for shard in file_shards(file, self.text_field)]
 
 
-def file_shards(file: File, text_field: str, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+def file_shards(file: File, text_field: str | None, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
     """A plain local file is cut into byte ranges; a compressed or remote one is a single shard."""
     if is_remote(file.url) or is_compressed(file.url) or file.size <= shard_bytes:
         return [JsonlShard(file, text_field)]

@@ -1,4 +1,4 @@
-"""Parquet: the text in one column. Shards are runs of row groups."""
+"""Parquet: the text in one column, or whole rows. Shards are runs of row groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from truestep.data.sources.base import Document, Shard
-from truestep.data.sources.columns import check_column, column_documents
+from truestep.data.sources.columns import batch_documents, check_column
 from truestep.data.sources.inputs import SHARD_BYTES, File, Inputs, reading
 from truestep.errors import DataError
 from truestep.storage.store import is_remote
@@ -19,7 +19,7 @@ class ParquetShard:
     """Row groups [start, stop) of a file; stop None is the end."""
 
     file: File
-    text_field: str
+    text_field: str | None
     start: int = 0
     stop: int | None = None
     size: int = 0
@@ -39,9 +39,10 @@ class ParquetShard:
             stop = parquet.num_row_groups if self.stop is None else self.stop
             row = sum(parquet.metadata.row_group(g).num_rows for g in range(self.start))
             groups = range(self.start, stop)
+            columns = None if self.text_field is None else [self.text_field]
             try:
-                for batch in parquet.iter_batches(1024, row_groups=list(groups), columns=[self.text_field]):
-                    yield from column_documents(batch.column(0), self.text_field, url, row)
+                for batch in parquet.iter_batches(1024, row_groups=list(groups), columns=columns):
+                    yield from batch_documents(batch, self.text_field, url, row)
                     row += batch.num_rows
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{url} is damaged after row {row}: {error}; fetch or write it again.") from error
@@ -52,7 +53,7 @@ class ParquetSource:
     """options: include and exclude (patterns for folders and globs)."""
 
     path: Inputs
-    text_field: str
+    text_field: str | None
     include: tuple[str, ...] = ("*.parquet",)
     exclude: tuple[str, ...] = ()
 
@@ -65,7 +66,7 @@ class ParquetSource:
         return [shard for file in files for shard in file_shards(file, self.text_field)]
 
 
-def file_shards(file: File, text_field: str, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+def file_shards(file: File, text_field: str | None, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
     """A local file is cut between row groups; a remote one is a single shard."""
     if is_remote(file.url):
         return [ParquetShard(file, text_field)]

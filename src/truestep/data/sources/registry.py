@@ -2,9 +2,10 @@
 
 To add one: a class with `shards()` and `notes` (see base.py) in a new file here and a line in SOURCES; or, without
 touching truestep, a class of your own with `documents()` alone, named in the recipe as source = "package.module:Class".
-The class is called with keyword arguments: every entry of `options`, and of `path`, `text_field` and `cache` (a folder
-for what it fetches) those that its signature names. In SOURCES `path` arrives as Inputs; in your own class as the
-recipe has it. A source is imported when it is used, so that a build process loads only what its shards need.
+The class is called with keyword arguments: every entry of `options`, and of `path`, `text_field` (None where the
+section's format is one of rows) and `cache` (a folder for what it fetches) those that its signature names. In SOURCES
+`path` arrives as Inputs; in your own class as the recipe has it. A source is imported when it is used, so that a build
+process loads only what its shards need.
 """
 
 import inspect
@@ -68,7 +69,7 @@ def _arguments(section: DataSection, factory: Callable[..., Any], path: Any, cac
         takes = ", ".join(n for n in parameters if n not in ("cache", "path", "text_field")) or "none"
         raise DataError(f"source {section.source!r} does not use {unused[0]!r}; remove it (its options: {takes}).")
     if "text_field" in parameters:
-        given["text_field"] = section.text_field
+        given["text_field"] = section.text_field if section.format == "text" else None
     if "cache" in parameters:
         given["cache"] = cache
     needed = [

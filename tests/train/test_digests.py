@@ -1,16 +1,21 @@
 """Digests of gradient and state: the same text on any mesh that computes the same bits, in log and checkpoints."""
 
+from threading import Event
+
 import pytest
 
 from tests import small_run, tiny
 from tests.dist import run_job
+from truestep.checkpoint import checkpointer
 from truestep.checkpoint.catalogue import newest, read_manifest
+from truestep.checkpoint.checkpointer import Checkpointer
+from truestep.checkpoint.manifest import FINGERPRINTS
 from truestep.cli import verbs
-from truestep.numerics.fingerprint import combined
+from truestep.numerics.fingerprint import combined, fingerprints
 from truestep.runlog.digests import read_digests
 from truestep.runlog.log import read
 from truestep.storage.store import open_store
-from truestep.train.digests import EXTRA, Digests
+from truestep.train.digests import Digests
 
 
 def _carry_out(rank, world, body, *overrides):
@@ -37,7 +42,7 @@ def runs(tmp_path_factory):
 
 
 def _logged(run_dir) -> list[tuple]:
-    return [(r.data.step, r.data.gradient, r.data.state) for r in read(run_dir) if r.kind == "digest"]
+    return sorted((r.data.step, r.data.gradient, r.data.state) for r in read(run_dir) if r.kind == "digest")
 
 
 def test_the_same_on_every_mesh(runs):
@@ -59,12 +64,12 @@ def test_rows_say_every_tensor(runs):
         )
 
 
-def test_a_checkpoint_says_what_was_in_memory(runs):
+def test_a_checkpoint_says_what_the_log_says(runs):
     for name in ("one", "two"):
         store = open_store(str(runs / name / "checkpoints" / "base"), {})
         committed = newest(store)
         assert committed is not None and committed.step == 4
-        said = read_manifest(store, committed).extra[EXTRA]
+        said = read_manifest(store, committed).facts[FINGERPRINTS]
         assert combined(said, said.values()) == _logged(runs / name)[-1][2]
 
 
@@ -77,3 +82,18 @@ def test_a_state_that_was_put_back_is_looked_at_anew():
     state.restore(state.extra())
     after = state.digests.state(0)
     assert [name for name in before if after[name] != before[name]] == ["model.embed.weight"]
+
+
+def test_an_update_waits_until_the_state_was_read(runs, tmp_path, monkeypatch):
+    """Fingerprints of a save that begin no sooner than the next update is about to."""
+    about_to, release = Event(), Checkpointer.release
+
+    def slow(*args):
+        about_to.wait(2.0)
+        about_to.clear()
+        return fingerprints(*args)
+
+    monkeypatch.setattr(checkpointer, "fingerprints", slow)
+    monkeypatch.setattr(Checkpointer, "release", lambda self: (about_to.set(), release(self)))
+    verbs.run(_exact(tmp_path, "slow"))
+    assert _logged(tmp_path / "runs" / "slow") == _logged(runs / "one")

@@ -3,9 +3,9 @@
 import atexit
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from truestep.checkpoint.catalogue import Committed, Superseded
 from truestep.checkpoint.codec import plan_from_json, plan_to_json
 from truestep.checkpoint.control import Group, KeyValue
-from truestep.checkpoint.manifest import plain
+from truestep.checkpoint.manifest import FINGERPRINTS, plain
 from truestep.checkpoint.pending import Pending, Save, SaveResult
 from truestep.checkpoint.plans import StagedPlanner, owned_plans
 from truestep.checkpoint.staging import Stage, as_they_are
 from truestep.checkpoint.upkeep import Upkeep
 from truestep.checkpoint.writer import BlockWriter, result_from_json, result_to_json
 from truestep.errors import CheckpointError, UserError
+from truestep.numerics.fingerprint import added, fingerprints
 from truestep.numerics.pieces import Piece, find_aliases, pieces_of
 from truestep.storage.interface import Store
 
@@ -33,6 +34,7 @@ class _Job:
     pending: Pending
     planner: StagedPlanner
     writer: BlockWriter
+    printed: dict[str, Piece]  # what fingerprints are made of, under all names
 
 
 class Checkpointer:
@@ -70,13 +72,20 @@ class Checkpointer:
         atexit.register(self._abandon)
 
     def save(
-        self, step: int, tensors: Mapping[str, torch.Tensor | Piece], extra: dict[str, Any], asynchronous: bool
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor | Piece],
+        extra: dict[str, Any],
+        asynchronous: bool,
+        unchanged: Collection[str] = (),
     ) -> Save:
         """Save what this rank holds of `tensors` (pieces, DTensors, or plain tensors, which all ranks hold whole) and,
         from rank 0, `extra` (plain JSON). Names may differ between ranks. What several ranks hold is written by one.
 
-        When this returns, the caller may change everything (asynchronous) or the save has ended. It first waits for
-        the save before, whose buffers it uses again.
+        When this returns, the caller may change everything (asynchronous) or the save has ended; but for the tensors
+        `unchanged`, which it promises to change only after `release`. Their fingerprints are made of them, and so show
+        damage to the copies as well; those of others are made of the copies. It first waits for the save before, whose
+        buffers it uses again.
         """
         began = time.monotonic()
         self.wait()
@@ -85,8 +94,9 @@ class Checkpointer:
         self.pending = pending = Pending(step, self.group.round("save"), began, None)
         pending.future.add_done_callback(self._ended)
         try:
-            job = self._prepare(pending, tensors, extra, asynchronous)
+            job = self._prepare(pending, tensors, extra, asynchronous, unchanged)
         except Exception as error:
+            pending.released.set()
             pending.end(self._failed(pending, error))
         else:
             self.store.event("staged")
@@ -118,6 +128,11 @@ class Checkpointer:
         if self.pending is not None:
             self.pending.result()
 
+    def release(self) -> None:
+        """Wait until the save under way has no more need of tensors that were to stay unchanged."""
+        if self.pending is not None:
+            self.pending.released.wait()
+
     def close(self) -> None:
         """Wait for the last save and give back the staging buffers.
 
@@ -147,6 +162,7 @@ class Checkpointer:
         tensors: Mapping[str, torch.Tensor | Piece],
         extra: dict[str, Any],
         asynchronous: bool,
+        unchanged: Collection[str],
     ) -> _Job:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor | Piece):
@@ -154,19 +170,24 @@ class Checkpointer:
         committed, serial = Committed(pending.step, self.attempt), self.group.rounds
         writer = BlockWriter(self.store, committed, serial, self.rank, self.block_bytes, pending.round.check)
         pieces = pieces_of(tensors)
-        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, find_aliases(pieces)
-        for name in writer.aliases:
-            del pieces[name]
-        parts = {name: piece.local.detach() for name, piece in pieces.items()}
+        aliases = find_aliases(pieces)
+        writer.extra, writer.facts, writer.aliases = plain(extra, "extra"), self.facts, dict(aliases)
+        parts = {name: piece.local.detach() for name, piece in pieces.items() if name not in aliases}
+        staged = self.stage.copy(parts) if asynchronous else as_they_are(parts)
+        copies = {name: replace(piece, local=staged[aliases.get(name, name)]) for name, piece in pieces.items()}
+        printed = copies | {name: replace(pieces[name], local=pieces[name].local.detach()) for name in unchanged}
         # Planning looks at nothing but where the pieces lie, so it can wait for the background.
-        planner = StagedPlanner(pieces, self.stage.copy(parts) if asynchronous else as_they_are(parts))
-        return _Job(pending, planner, writer)
+        planner = StagedPlanner({name: piece for name, piece in pieces.items() if name not in aliases}, staged)
+        return _Job(pending, planner, writer, printed)
 
     def _run(self, job: _Job) -> None:
         """The background part; every failure becomes a result and a message to the other ranks."""
         pending = job.pending
         try:
-            result = SaveResult(pending.step, True, commit=job.writer.committed.key, **self._write(job))
+            with ThreadPoolExecutor(1, "fingerprints") as beside:
+                prints = beside.submit(_fingerprints, job.printed, pending.released)
+                written = self._write(job, prints)
+            result = SaveResult(pending.step, True, commit=job.writer.committed.key, **written)
         except Exception as error:
             result = self._failed(pending, error)
         except BaseException as error:
@@ -174,7 +195,7 @@ class Checkpointer:
             return
         pending.end(result)
 
-    def _write(self, job: _Job) -> dict[str, Any]:
+    def _write(self, job: _Job, prints: Future[dict[str, int]]) -> dict[str, Any]:
         talk, writer, planner, event = job.pending.round, job.writer, job.planner, self.store.event
         proposal = writer.prepare_local_plan(planner.create_local_plan())
         items = plan_to_json(proposal)
@@ -184,13 +205,19 @@ class Checkpointer:
             metadata = self._assign(job)
         plan = planner.finish_plan(plan_from_json(talk.take_once(f"assign/{self.rank}")))
         event("part assigned")
-        talk.post(f"report/{self.rank}", result_to_json(writer.write_data(plan, planner).wait()))
+        chunks = result_to_json(writer.write_data(plan, planner).wait())
+        talk.post(f"report/{self.rank}", {"chunks": chunks, FINGERPRINTS: prints.result()})
         event("report sent")
-        if self.rank == 0:
-            writer.finish(metadata, [result_from_json(rows) for rows in talk.gather("report")])
-            talk.post("verdict", {"manifest_sha256": writer.manifest_sha256, "num_bytes": writer.manifest.num_bytes})
-            event("verdict sent")
-        return talk.take("verdict")
+        if self.rank > 0:
+            return talk.take("verdict")
+        reports = talk.gather("report")
+        whole = added(report[FINGERPRINTS] for report in reports)
+        writer.facts = writer.facts | {FINGERPRINTS: whole}
+        writer.finish(metadata, [result_from_json(report["chunks"]) for report in reports])
+        verdict = {"manifest_sha256": writer.manifest_sha256, "num_bytes": writer.manifest.num_bytes}
+        talk.post("verdict", verdict)
+        event("verdict sent")
+        return verdict | {FINGERPRINTS: whole}
 
     def _assign(self, job: _Job) -> Metadata:
         """Rank 0: merge all plans (what several ranks hold goes to one of those that have least to write), check that
@@ -220,3 +247,11 @@ class Checkpointer:
         except RuntimeError as lost:
             text = f"{text}; the other ranks could not be told ({lost})"
         return SaveResult(pending.step, False, error=text, superseded=superseded)
+
+
+def _fingerprints(pieces: Mapping[str, Piece], done: threading.Event) -> dict[str, int]:
+    """Of this rank's share of every tensor that it holds. `done` is set when the tensors were read."""
+    try:
+        return dict(zip(pieces, fingerprints(pieces, list(pieces)).tolist()))
+    finally:
+        done.set()

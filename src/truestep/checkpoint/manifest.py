@@ -21,6 +21,10 @@ OPTIM = "optim."
 DIGEST_CHARS = 16  # of one block: xxh3-64 in hex
 
 
+FINGERPRINTS = "fingerprints"
+"""Name among the facts: of every tensor the fingerprint, of parameters and optimizer state as they were in memory."""
+
+
 def plain(value: Any, what: str) -> Any:
     """A deep copy of plain JSON data; CheckpointError if anything in it would not come back as it was."""
     try:

@@ -2,8 +2,9 @@
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from truestep.checkpoint.control import Round
 
@@ -13,7 +14,8 @@ GRACE_S = 0.5  # after the deadline, for the save's own thread to say why
 @dataclass(frozen=True)
 class SaveResult:
     """How a save ended: `stall_s` in the caller, `total_s` until the commit, bytes of all ranks, or why it failed.
-    `superseded`: a newer attempt has begun, so no later save of this one can succeed."""
+    `superseded`: a newer attempt has begun, so no later save of this one can succeed. `fingerprints`: of every tensor
+    that was saved, on rank 0."""
 
     step: int
     ok: bool
@@ -24,6 +26,7 @@ class SaveResult:
     manifest_sha256: str = ""
     error: str = ""
     superseded: bool = False
+    fingerprints: Mapping[str, int] = field(default_factory=dict)
 
 
 class Pending:
@@ -34,6 +37,7 @@ class Pending:
         self.step, self.round, self.began, self.stall_s = step, talk, began, stall_s
         self.future: Future[SaveResult] = Future()
         self.given_up = False
+        self.released = threading.Event()  # what the save reads of the caller's own tensors was read
         self._once = threading.Lock()
 
     def end(self, result: SaveResult) -> None:

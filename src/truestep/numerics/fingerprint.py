@@ -60,6 +60,15 @@ def fingerprints(pieces: Mapping[str, torch.Tensor | Piece], names: Sequence[str
     return torch.stack([zero if value is None else value.to(device) for value in found]) if found else zero.new_zeros(0)
 
 
+def added(shares: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Of whole tensors, by name: the sums of what ranks have of them, as signed 64-bit numbers."""
+    total: dict[str, int] = {}
+    for share in shares:
+        for name, value in share.items():
+            total[name] = signed((total.get(name, 0) + value) % 2**64)
+    return dict(sorted(total.items()))
+
+
 def combined(names: Iterable[str], values: Iterable[int]) -> str:
     """One text (32 hex figures) for the fingerprints of named whole tensors, whatever their order."""
     digest = hashlib.blake2b(digest_size=16)

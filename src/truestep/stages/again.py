@@ -10,6 +10,7 @@ from typing import Any
 from truestep.checkpoint.catalogue import list_committed
 from truestep.checkpoint.control import Group
 from truestep.checkpoint.load import Loaded, Mismatch, load
+from truestep.checkpoint.manifest import FINGERPRINTS
 from truestep.checkpoint.marks import quarantined
 from truestep.checkpoint.of_run import checkpoint_place
 from truestep.checkpoint.sealed import Committed
@@ -27,7 +28,6 @@ from truestep.stages.recorded import Attempt, Recorded
 from truestep.stages.resume import bits_now
 from truestep.storage.interface import Store
 from truestep.storage.store import open_store
-from truestep.train.digests import EXTRA
 
 AXES = ("tp", "cp", "ep")
 """Axes of the mesh whose degrees change how a microbatch is computed."""
@@ -131,7 +131,7 @@ def restore(context: Context, parts: Parts, plan: Plan, found: Recorded | None) 
             loaded = load(store, committed, tensors, group=group)
             state.restore(loaded.extra)
             parts.loader.restore(state.loader)
-            problem = _damage(state.digests.state(state.step), loaded.extra.get(EXTRA), found, state.step)
+            problem = _damage(state.digests.state(state.step), loaded.facts.get(FINGERPRINTS), found, state.step)
             problem = job.agree(f"sound/{key}", lambda problem=problem: problem)
             if problem:
                 raise CheckpointError(f"{store.url}/{key}: {problem}")

@@ -1,4 +1,5 @@
-"""Fingerprints of whole gradients and states, over all ranks: taken at some steps and at every save, and logged.
+"""Fingerprints of whole gradients and states, over all ranks: taken at some steps and at every save, and logged. Those
+of a save come from the checkpointer, which takes them beside the training.
 
 They are the same on every mesh that computes the same bits, so another job can show later, on other processes, whether
 a step came out as it did here (`truestep replay`), and a restore whether it holds what was saved (`truestep drill`).
@@ -6,7 +7,7 @@ a step came out as it did here (`truestep replay`), and a restore whether it hol
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:  # a step needs nothing of the files that rows go to
 
 MODEL = "model."
 """Begins the names of parameters and buffers among those of the state."""
-
-EXTRA = "fingerprints"
-"""Name in a checkpoint's extra state: of every tensor, as it was in memory before anything was copied for the save."""
 
 Pieces = Callable[[], Mapping[str, Piece]]
 
@@ -59,7 +57,7 @@ class Digests:
         """`step` steps are done."""
         if self.due(step):
             self.state(step)
-            self._record(step)
+            self._log(step, self.taken)
 
     def state(self, step: int) -> dict[str, int]:
         """Of the state after `step` steps, by name."""
@@ -71,15 +69,12 @@ class Digests:
         """The state is another one, though perhaps of the same step."""
         self.taken, self.taken_at = {}, -1
 
-    def for_save(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of `step` says of its own tensors, as extra state."""
-        known = self.taken_at == step and "state" in self.taken
-        values = self.state(step)
-        if not known:
-            self._record(step)
+    def saved(self, step: int, values: Mapping[str, int]) -> None:
+        """The state after `step` steps was saved, and had these. On rank 0."""
+        if not self.due(step):
+            self._log(step, {"state": dict(values)})
         if self.rows:
             self.rows.flush()
-        return {EXTRA: values}
 
     def _take(self, step: int, kind: "Kind", pieces: Mapping[str, Piece]) -> None:
         if self.taken_at != step:
@@ -92,12 +87,12 @@ class Digests:
             dist.all_reduce(values, group=self.job.control)
         self.taken[kind] = dict(zip(names, values.tolist()))
 
-    def _record(self, step: int) -> None:
+    def _log(self, step: int, taken: "dict[Kind, dict[str, int]]") -> None:
         if self.log is None:
             return
-        texts = {kind: combined(values.keys(), values.values()) for kind, values in self.taken.items()}
+        texts = {kind: combined(values.keys(), values.values()) for kind, values in taken.items()}
         self.log.append("digest", stage=self.stage, step=step, **texts)
-        for kind, values in self.taken.items():
+        for kind, values in taken.items():
             if self.rows:
                 self.rows.append(self.stage, step, kind, values)
 

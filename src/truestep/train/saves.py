@@ -47,10 +47,10 @@ class Saves:
             self._saved_step = self._state.step
             self._saved_s = time.monotonic()
             self._record.metrics.flush()
-            state = self._state
-            digests = state.digests.for_save(state.step) if state.digests else {}
-            extra = state.extra() | digests
-            self.checkpointer.save(state.step, state.tensors(), extra, asynchronous=self._cadence.asynchronous)
+            state, asynchronous = self._state, self._cadence.asynchronous
+            tensors, unchanged = state.tensors(), state.until_update()
+            self.checkpointer.save(state.step, tensors, state.extra(), asynchronous, unchanged)
+            state.before_update = self.checkpointer.release
         if wait:
             self.checkpointer.wait()
             self.settle(last=True)
@@ -67,6 +67,8 @@ class Saves:
             if saved.ok and self.checkpointer.upkeep:
                 self.checkpointer.upkeep.after(saved.commit)
             self._record.saved(saved)
+            if saved.ok and self._state.digests is not None:
+                self._state.digests.saved(saved.step, saved.fingerprints)
             if not saved.ok and saved.step == self._saved_step:
                 self._saved_step = -1
             if saved.superseded:

@@ -34,7 +34,8 @@ class TrainState:
     ranks. `before`: what adds columns to a microbatch that is on its device, before its forward pass: models beside
     this one that take no gradient. `recomputed`: what each block of the whole model recomputes, by its number, where
     that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at
-    those of its shards."""
+    those of its shards. `before_update` is called before the optimizer changes anything, for whoever reads the state
+    until then."""
 
     job: Job
     parallel: Parallel
@@ -61,6 +62,7 @@ class TrainState:
     statistics: Statistics | None = None
     counters: Counters = field(default_factory=Counters)
     shares: Shares | None = None
+    before_update: Callable[[], None] | None = None
 
     def number(self, index: int, data_rank: int) -> int:
         """Number in the global batch of the microbatch that a data rank has at `index`."""
@@ -86,6 +88,12 @@ class TrainState:
         kept = {} if self.exact is None else self.exact.state_tensors()
         scales = {name: piece_of(value).owned_if(self.job.first) for name, value in kept.items()}
         return {f"model.{name}": piece for name, piece in model.items()} | optimizer | scales
+
+    def until_update(self) -> list[str]:
+        """Names of tensors that change in the optimizer's update only: parameters and their optimizer state."""
+        parameters = self.parallel.named_parameters()
+        optimizer = [f"optim.{name}.{key}" for name, kept in self.optimizer.state_by_param().items() for key in kept]
+        return [*(f"model.{name}" for name in parameters), *optimizer]
 
     def extra(self) -> dict[str, Any]:
         """The rest of the state, as JSON. Random streams are derived from the seed, which is their state."""

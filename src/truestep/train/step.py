@@ -101,6 +101,8 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     if taken:
         state.counters.enter(SectionOf.UPDATE)
         clip = clip_(found.grads, found.norm, state.section.clip_norm).item()
+        if state.before_update is not None:
+            state.before_update()
         state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
         state.optimizer.step()
         parallel.updated()

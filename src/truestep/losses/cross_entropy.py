@@ -44,8 +44,8 @@ class CrossEntropy:
         if isinstance(out, OwnLoss):
             if weights_BT is not None:
                 raise UserError(
-                    "targets with weights need logits, but the model returns a loss of its own; return logits, or let "
-                    "every target weigh the same"
+                    'targets with weights (as sft.weighting = "sample" gives them) need logits, but the model returns '
+                    "a loss of its own; return logits, or let every target weigh the same."
                 )
             if self.z_loss:
                 raise UserError(

@@ -7,7 +7,6 @@ their targets: with n_s targets in sample s, Σ_s (1 / n_s) Σ_t nll_st, divided
 
 from dataclasses import dataclass
 
-from truestep.errors import UserError
 from truestep.losses.base import LossSum
 from truestep.losses.cross_entropy import CrossEntropy
 from truestep.numerics.batch import Batch
@@ -25,11 +24,6 @@ class BySample:
         return float(batch.columns["counted"].sum())
 
     def __call__(self, out: HeadInput | Logits | OwnLoss, batch: Batch) -> LossSum:
-        if isinstance(out, OwnLoss):
-            raise UserError(
-                'sft.weighting = "sample" would not be used: the model returns a loss of its own, without logits; '
-                'write "token", or return logits.'
-            )
         return self.each.weighted(out, batch, batch.columns["weight"])
 
 

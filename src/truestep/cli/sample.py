@@ -5,15 +5,11 @@ from typing import Annotated
 
 import typer
 
-from truestep.cli.arguments import Module
+from truestep.cli.arguments import Adapter, Device, Module, Seed, Temperature, TopP
 
 Model = Annotated[Path, typer.Argument(help="a model directory, as a run or `export` writes it", metavar="MODEL")]
 Prompts = Annotated[list[str], typer.Argument(help="texts to complete", metavar="PROMPT...")]
 Length = Annotated[int, typer.Option("--max-new-tokens", help="longest completion", min=1)]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token each time", min=0.0)]
-TopP = Annotated[float, typer.Option("--top-p", help="draw from the likeliest tokens of this share", min=0, max=1)]
-Seed = Annotated[int, typer.Option("--seed", help="another seed draws other completions", min=0)]
-Device = Annotated[str, typer.Option("--device", help="auto (a GPU where there is one), cpu or cuda")]
 
 
 def sample(
@@ -23,15 +19,17 @@ def sample(
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    adapter: Adapter = None,
     device: Device = "auto",
     module: Module = None,
 ) -> None:
-    """Complete each PROMPT with MODEL and print both, the completion in green."""
+    """Complete each PROMPT with MODEL and print both, the completion in green. For answers to messages see `chat`."""
     from rich.console import Console
     from rich.text import Text
 
     from truestep.rollout.directory import sample_from
 
-    texts = sample_from(model, prompts, max_new_tokens, temperature, top_p, seed, own_module=module, device=device)
+    settings = {"adapter": adapter, "own_module": module, "device": device}
+    texts = sample_from(model, prompts, max_new_tokens, temperature, top_p, seed, **settings)
     for prompt, text in zip(prompts, texts):
         Console().print(Text(prompt) + Text(text, style="green"), soft_wrap=True)

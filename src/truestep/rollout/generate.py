@@ -29,13 +29,15 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    stop_ids: Iterable[int] = (),
 ) -> list[str]:
-    """Completions of the prompts, without the prompts, up to the end of the document or `max_new_tokens`.
+    """Completions of the prompts, without the prompts, up to the end of the document, another stop id, or
+    `max_new_tokens`.
 
     Temperature 0 is greedy. A completion depends on (seed, its place in `prompts`, its own tokens) only. A prompt
     without tokens starts from the end-of-document token, which stands before every document."""
     ids = [[int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod_id] for prompt in prompts]
-    new = generate_ids(model, ids, max_new_tokens, {tokenizer.eod_id}, temperature, top_p, seed)
+    new = generate_ids(model, ids, max_new_tokens, {tokenizer.eod_id, *stop_ids}, temperature, top_p, seed)
     return [tokenizer.decode(row) for row in new]
 
 

@@ -5,7 +5,8 @@
 
 Both sides sync their files before a save counts as done (DCP's sync_files, on by default). DCP saves in two ways: as it
 comes, and with a stager of its own that keeps its buffers from save to save, as ours does. Loads fill tensors in place
-from files that the page cache holds; ours verifies every byte, DCP's none.
+from files that the page cache holds; ours verifies every byte, DCP's none. A save of ours includes fingerprints of the
+state, as a run's save does.
 """
 
 import argparse
@@ -74,7 +75,7 @@ class Ours:
     def save(self, asynchronous: bool) -> dict[str, float]:
         self.step += 1
         clock = Clock()
-        save = self.writer.save(self.step, self.state, {"step": self.step}, asynchronous=asynchronous)
+        save = self.writer.save(self.step, self.state, {"step": self.step}, asynchronous, list(self.state))
         stall_s = clock.read()["seconds"]
         result = save.result()
         took = clock.read()

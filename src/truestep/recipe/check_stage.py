@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from truestep.recipe.posttrain import Quantise
 from truestep.recipe.problems import Problem, did_you_mean
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import TRAINED, Stage
@@ -9,11 +10,19 @@ from truestep.recipe.stage import TRAINED, Stage
 FORMATS = {
     "pretrain": ("text",),
     "sft": ("messages", "prompt-completion"),
-    "preference": ("preference", "labels"),
-    "reward_model": ("preference", "steps"),
     "distill": ("text", "messages", "prompt-completion"),
 }
-"""Formats of rows that a kind of stage trains on."""
+"""Formats of rows that a kind of stage trains on; `formats` knows those that depend on more."""
+
+
+def formats(stage: Stage) -> tuple[tuple[str, ...], tuple[str, str]]:
+    """The formats of rows that a stage trains on, and the field that says so with its value."""
+    if stage.kind == "preference":
+        single = stage.preference.kind == "kto"
+        return ("labels" if single else "preference",), ("preference.kind", stage.preference.kind)
+    if stage.kind == "reward_model":
+        return ("steps" if stage.reward.kind == "steps" else "preference",), ("reward.kind", stage.reward.kind)
+    return FORMATS[stage.kind], ("kind", stage.kind)
 
 
 def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
@@ -21,6 +30,7 @@ def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
     if stage.kind not in TRAINED:
         if stage.start == "init":
             yield Problem(f"{at}.start", f'is "init", but kind = "{stage.kind}" needs a model; name one.')
+        yield from _quantise(stage.quantise, f"{at}.quantise")
         return
     for name in ("data", "context", "batch_tokens"):
         if not getattr(stage, name):
@@ -30,9 +40,27 @@ def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{at}.tokens", text, (f"{at}.epochs",))
     if stage.kind == "distill":
         yield from _distill(stage, f"{at}.distill", recipe)
+    if stage.kind in ("preference", "reward_model") and stage.loss.z_loss:
+        text = f'is set but will not be used: kind = "{stage.kind}" has a loss of its own; remove it.'
+        yield Problem(f"{at}.loss.z_loss", text, (f"{at}.kind",))
+    if stage.kind == "reward_model" and recipe.machine.mesh.cp != 1:
+        text = f"is {recipe.machine.mesh.cp}, but the scores of stage {stage.name!r} need whole rows; set it to 1."
+        yield Problem("machine.mesh.cp", text, (f"{at}.kind",))
     if stage.lora is not None and stage.start == "init":
         yield Problem(f"{at}.lora", 'adapts frozen weights, but start = "init" has none; start from a model.')
     yield from _formats(stage, at, recipe)
+
+
+def _quantise(section: Quantise, at: str) -> Iterator[Problem]:
+    gptq = section.method == "gptq" and section.scheme in ("int4", "int8")
+    if (gptq or section.scheme == "fp8-static") and section.calibration is None:
+        asks = 'method = "gptq"' if gptq else 'scheme = "fp8-static"'
+        text = f"is missing, but {asks} looks at data; name a [data.*] section."
+        yield Problem(f"{at}.calibration", text, (f"{at}.method", f"{at}.scheme"))
+    if section.group == 0:
+        yield Problem(
+            f"{at}.group", "is 0, and a scale needs inputs to share it; set it to 128, say, or to -1 for all."
+        )
 
 
 def has_student(stage: Stage) -> bool:
@@ -63,11 +91,15 @@ def _distill(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
 
 
 def _formats(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
-    wanted = FORMATS[stage.kind]
+    wanted, (field, value) = formats(stage)
     names = [stage.data] if isinstance(stage.data, str) else [item.data for item in stage.data]
-    for name in [*names, *([stage.evaluate.data] if stage.evaluate else [])]:
+    names += [stage.evaluate.data] if stage.evaluate else []
+    for name in [*names, *(item.data for item in stage.remember.replay)]:
         section = recipe.data.get(name)
+        if section is not None and section.format != "text" and section.too_long == "split":
+            text = f'is "split", but rows of format "{section.format}" stay whole; take "truncate", "drop" or "refuse".'
+            yield Problem(f"data.{name}.too_long", text, (f"data.{name}.format",))
         if section is not None and section.format not in wanted:
             words = " or ".join(f'"{one}"' for one in wanted)
-            text = f'is "{section.format}", but stage {stage.name!r} of kind = "{stage.kind}" takes {words}.'
-            yield Problem(f"data.{name}.format", text, (f"{at}.kind", f"{at}.data"))
+            text = f'is "{section.format}", but stage {stage.name!r} with {field} = "{value}" takes {words}.'
+            yield Problem(f"data.{name}.format", text, (f"{at}.{field}", f"{at}.data"))

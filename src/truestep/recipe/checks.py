@@ -90,13 +90,17 @@ def _data_references(recipe: Recipe) -> Iterator[Problem]:
         names = data_names(stage)
         named += [(f"{at}.data", name) for name in names]
         named += [(f"{at}.evaluate.data", stage.evaluate.data)] if stage.evaluate else []
+        named += [(f"{at}.remember.replay", item.data) for item in stage.remember.replay]
+        calibration = stage.quantise.calibration
+        named += [] if calibration is None else [(f"{at}.quantise.calibration", calibration)]
         if len(set(names)) < len(names):
             yield Problem(f"{at}.data", "names a corpus twice; add the weights up in one entry.")
     known = list(recipe.data)
     unknown = [(path, name) for path, name in named if name not in known]
     for path, name in unknown:
         yield Problem(path, f"names {name!r}, which is no [data.*] section; {did_you_mean(name, known)}")
-    reads = ("tokenizer.data", *(f"stages.{s.name}.{f}" for s in recipe.stages for f in ("data", "evaluate")))
+    fields = ("data", "evaluate", "remember", "quantise")
+    reads = ("tokenizer.data", *(f"stages.{stage.name}.{field}" for stage in recipe.stages for field in fields))
     for name in known:
         if not unknown and name not in {used for _, used in named}:
             yield Problem(f"data.{name}", "is used by no stage; remove it, or name it in a stage's `data`.", reads)

@@ -50,6 +50,8 @@ def _remote(url: str | list[str] | None) -> bool:
 def _has_text_field(section: DataSection) -> bool:
     """A source of the user's own says when it is opened whether it takes the field; it gets it only if given."""
     given = "text_field" in section.model_fields_set
+    if section.format != "text":
+        return False
     return section.source in ("jsonl", "parquet", "hf-saved", "hf-hub") or (is_import_path(section.source) and given)
 
 
@@ -64,9 +66,16 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     ),
     DataSection: (
         _when("dedup", "near")("near_threshold"),
-        _when("packing", "best-fit")("too_long"),
+        _when("format", "text")("packing"),
+        Rule(
+            ("too_long",),
+            lambda s: s.format != "text" or s.packing == "best-fit",
+            'packing = "best-fit", or another format than text',
+            ("format", "packing"),
+        ),
+        Rule(("fields", "max_refused"), lambda s: s.format != "text", "another format than text", ("format",)),
         _when("split", "train", "heldout")("holdout"),
-        Rule(("text_field",), _has_text_field, "a source with named fields", ("source",)),
+        Rule(("text_field",), _has_text_field, "a source with named fields and plain text", ("format", "source")),
         Rule(("storage_options",), lambda s: _remote(s.path), "a path with a URL", ("path",)),
     ),
     ModelSection: (

@@ -8,6 +8,7 @@ from torch import nn
 
 from truestep.models.decoder import Decoder
 from truestep.models.foreign import ForeignModel, build_foreign, init_foreign
+from truestep.models.roles import SCORE
 from truestep.numerics.counter import init_shard
 from truestep.numerics.pieces import Piece, pieces_of
 from truestep.numerics.roles import Role
@@ -31,7 +32,7 @@ def build_model(section: ModelSection, vocab_size: int) -> Decoder | ForeignMode
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, pieces: Mapping[str, Piece] | None = None) -> None:
     """Fill every parameter in place: normal(0, init_std), with init_std / sqrt(2 num_layers) for projections back into
-    the residual stream; norms start at scale 1, biases and buffers that persist at 0.
+    the residual stream; norms start at scale 1, biases, buffers that persist and the score head at 0.
 
     `pieces`: what this rank holds, by the names that parameters and buffers have in the whole model; by default all of
     `model`, whole or sharded by FSDP2. Element i of a parameter depends on (seed, name, i) alone, so the weights are
@@ -47,7 +48,7 @@ def init_weights(model: nn.Module, seed: int, pieces: Mapping[str, Piece] | None
         local, role = piece.local, roles.get(name)
         if role == Role.NORM:
             local.fill_(0.0 if section.norm_offset else 1.0)
-        elif role == Role.BIAS or name in buffers:
+        elif role == Role.BIAS or name in buffers or name == SCORE:
             local.zero_()
         else:
             depth = 2 * section.num_layers if _RESIDUAL.search(name) else 1

@@ -16,11 +16,11 @@ from truestep.models.cache import KVCache
 from truestep.models.context import Rule, rule_of
 from truestep.models.layers import LayerInput, Linear, Parted, RMSNorm
 from truestep.models.moe import MoE
-from truestep.models.roles import infer_roles
+from truestep.models.roles import SCORE, infer_roles
 from truestep.models.rope import Rope
 from truestep.models.router import Router, end_step, take_counts
 from truestep.numerics.axis import Axes
-from truestep.numerics.head import HeadInput
+from truestep.numerics.head import HeadInput, Scores
 from truestep.numerics.pieces import Split, span
 from truestep.numerics.roles import Role
 from truestep.recipe.model import ModelSection
@@ -49,7 +49,8 @@ class Blocks(nn.Module):
 class Decoder(nn.Module):
     """`section` is resolved (every option filled in). `blocks` are the units of sharding, recomputation, compilation.
 
-    A tied head has no parameter of its own: it is the embedding's weight, one Parameter under one name.
+    A tied head has no parameter of its own: it is the embedding's weight, one Parameter under one name. A reward model
+    (`section.scores`) has a score head instead, the same on every rank.
 
     A part of a model (`keep`) has some of the blocks; the first part alone embeds tokens, the last alone has the norm
     and the head. The tied table of a last part that is not the first as well is its own tensor, `head_mirror`: whoever
@@ -68,7 +69,9 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(section.vocab_size, section.hidden_size)
         self.blocks = Blocks({layer: Block(section, layer) for layer in range(section.num_layers)})
         self.norm = RMSNorm(section.hidden_size, section.norm_eps, bool(section.norm_offset))
-        if not section.tie_embeddings:
+        if section.scores:
+            self.score = Linear(section.hidden_size, 1, bias=False)
+        elif not section.tie_embeddings:
             self.head = Linear(section.hidden_size, section.vocab_size, bias=False)
         turned = section.head_dim if section.mla is None else section.mla.rope_dim
         rope = Rope(turned, section.rope_theta, section.rope_scaling)
@@ -105,7 +108,9 @@ class Decoder(nn.Module):
             self.embed = None
         if not last:
             self.norm = None
-            if not self.section.tie_embeddings:
+            if self.section.scores:
+                del self.score
+            elif not self.section.tie_embeddings:
                 del self.head
 
     def forward(
@@ -113,11 +118,12 @@ class Decoder(nn.Module):
         x: torch.Tensor,
         positions_BT: torch.Tensor | None = None,
         documents_BT: torch.Tensor | None = None,
-        head: Callable[[HeadInput], Any] | None = None,
+        head: Callable[[Any], Any] | None = None,
         labels_BT: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """head(HeadInput), or without a head logits_BTV; of a part that is not the last one its hidden states.
+        """head(HeadInput), of a reward model head(Scores), or without a head logits_BTV; of a part that is not the last
+        one its hidden states.
 
         `x` is tokens_BT, or what the part before gave. Without positions they count from 0 (behind the cache); without
         documents every row is one. Labels are for modules with a loss of their own; this one reads none."""
@@ -130,12 +136,22 @@ class Decoder(nn.Module):
             cache.advance(x, documents_BT)
         if self.norm is None:
             return x_BTD
+        if self.section.scores:
+            out = self._scores(self.norm(x_BTD))
+            return out.logits() if head is None else head(out)
         first_row, _ = span(self.section.vocab_size, self.axes.tp.size, self.axes.tp.rank)
         hidden_BTD = self.axes.tp.gather(self.norm(x_BTD), 1)
         softcap, vocab_size = self.section.logit_softcap, self.section.vocab_size
         vocab = self.axes.tp, first_row, vocab_size
         out = HeadInput(hidden_BTD, self._table(), softcap, *vocab, self.backward_twice)
         return out.logits() if head is None else head(out)
+
+    def _scores(self, hidden_BTD: torch.Tensor) -> Scores:
+        """From this rank's part of the sequence. Products in fp32 at least: there are few of them."""
+        tp, wide = self.axes.tp, torch.promote_types(hidden_BTD.dtype, torch.float32)
+        with torch.autocast(hidden_BTD.device.type, enabled=False):
+            own_BT = (hidden_BTD.to(wide) @ self.score.weight.to(wide).T)[..., 0]
+        return Scores(tp.collect(own_BT, 1, [own_BT.shape[1]] * tp.size))
 
     def _embed(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Hidden states of this rank's part of the sequence."""
@@ -164,7 +180,8 @@ class Decoder(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""
-        return infer_roles(self, self.section.vocab_size)
+        found = infer_roles(self, self.section.vocab_size)
+        return found | ({SCORE: Role.HEAD} if SCORE in found else {})
 
     def moes(self) -> dict[int, MoE]:
         """Blocks with experts, by their number in the whole model; `dispatch` is their seam of expert parallelism."""

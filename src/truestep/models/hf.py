@@ -15,12 +15,14 @@ from truestep.errors import ModelError
 from truestep.models.hf_config import section_from_config
 from truestep.models.hf_names import hf_parts
 from truestep.models.hf_pieces import hf_pieces
+from truestep.models.roles import SCORE
 from truestep.numerics.pieces import Piece, find_aliases, piece_of
 from truestep.recipe.model import ModelSection
 
 INDEX = "model.safetensors.index.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ALIASES = "truestep.aliases"
+HEAD = "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 _DERIVED = ".rotary_emb.inv_freq"  # tables that old files carry; they follow from the configuration
 
@@ -80,13 +82,19 @@ def load_hf(directory: Path, want: Mapping[str, torch.Tensor | Piece], names: Co
     place. `names`: those of the whole model, where `want` is a part of one.
 
     Each rank reads only its own slices, and none waits for another. Names and shapes of everything are checked before
-    the first element changes: a missing shard or tensor, one too many, or a wrong shape is a ModelError.
+    the first element changes: a missing shard or tensor, one too many, or a wrong shape is a ModelError. A score head
+    that the directory lacks starts at 0, and the directory's head of the vocabulary is left out.
     """
     section = read_section(directory)
+    begins = not section.scores and SCORE in {*want, *(names or ())}
+    if begins:
+        if SCORE in want:
+            piece_of(want[SCORE]).local.zero_()
+        want, names = _without(SCORE, want), [name for name in names or () if name != SCORE]
     pieces = hf_pieces(want, section)
     wanted = {theirs for name in {*want, *(names or ())} for theirs, _ in hf_parts(name, section)}
     with _open_shards(directory) as found:
-        _check_names(directory, set(found), wanted, section)
+        _check_names(directory, set(found) - ({HEAD} if begins else set()), wanted, section)
         for theirs, piece in pieces.items():
             _check_tensor(directory, theirs, found[theirs], piece)
         _check_ties(directory, found, pieces, section)
@@ -96,6 +104,10 @@ def load_hf(directory: Path, want: Mapping[str, torch.Tensor | Piece], names: Co
     for name, tensor in want.items():
         if not hf_parts(name, section):
             piece_of(tensor).local.zero_()
+
+
+def _without(name: str, want: Mapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
+    return {other: tensor for other, tensor in want.items() if other != name}
 
 
 @dataclass(frozen=True)
@@ -149,7 +161,7 @@ def _check_names(directory: Path, found: set[str], wanted: set[str], section: Mo
             f"{directory} lacks the tensor {missing[0]} ({len(missing)} in all); its configuration needs it, "
             f"so fetch the model again or correct config.json."
         )
-    allowed = wanted | ({"lm_head.weight"} if section.tie_embeddings else set())
+    allowed = wanted | ({HEAD} if section.tie_embeddings else set())
     if extra := sorted(name for name in found - allowed if not name.endswith(_DERIVED)):
         raise ModelError(
             f"{directory} holds the tensor {extra[0]} ({len(extra)} in all) that config.json has no place for; "
@@ -182,7 +194,7 @@ def _check_ties(directory: Path, found: dict[str, _Stored], wanted: dict[str, Pi
             raise ModelError(
                 f"{directory} stores {name} and {target} as one tensor, but the model holds two; tie them first."
             )
-    names = ("model.embed_tokens.weight", "lm_head.weight")
+    names = ("model.embed_tokens.weight", HEAD)
     if not section.tie_embeddings or names[0] not in wanted or names[1] not in found:
         return
     table, head = (found[name].slices for name in names)

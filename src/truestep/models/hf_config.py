@@ -20,6 +20,13 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
+SCORERS: dict[str, Family] = {
+    name.replace(
+        "ForCausalLM", "TextForSequenceClassification" if family == "gemma3" else "ForSequenceClassification"
+    ): family
+    for name, family in ARCHITECTURES.items()
+}
+"""Reward models: sequence classification with one label."""
 OWN_MODULE = "truestep_module"
 """The model_type of a user's own module, whose directory `transformers` cannot read."""
 
@@ -84,6 +91,11 @@ def section_from_config(config: dict[str, Any], where: str = "config.json") -> M
     if FAMILIES[family].experts is not None:
         values["moe"] = moe_from_config(read, family, values["num_layers"], values["intermediate_size"])
     values["tie_embeddings"] = bool(read.get("tie_word_embeddings"))
+    if _scores(config):
+        values |= {"scores": True, "tie_embeddings": False}
+        labels = read.get("num_labels") or len(read.get("id2label") or (None, None))
+        if labels != 1:
+            read.refuse("id2label", read.get("id2label"), "a classifier must have one label, the score")
     values["init_std"] = read.get("initializer_range") or 0.02
     values["activation"] = _activation(read, family)
     bias = family == "qwen2" or bool(read.get("attention_bias"))
@@ -110,11 +122,13 @@ def config_from_section(section: ModelSection) -> dict[str, Any]:
         own = {"module": s.module, "options": s.options, "vocab_size": s.vocab_size, "max_context": s.max_context}
         return {"model_type": OWN_MODULE, "truestep": own}
     gemma = s.family in _GEMMA
-    architecture = next(name for name, family in ARCHITECTURES.items() if family == s.family)
+    architecture = next(name for name, family in (SCORERS if s.scores else ARCHITECTURES).items() if family == s.family)
     config: dict[str, Any] = {"architectures": [architecture], "model_type": _TYPES.get(s.family, s.family)}
     config |= {theirs: s.model_dump()[ours] for ours, theirs in _SAME.items()}
     config |= {"num_key_value_heads": s.num_kv_heads, "tie_word_embeddings": s.tie_embeddings}
     config |= {"head_dim": s.head_dim} if s.mla is None else mla_config(s.mla)
+    if s.scores:
+        config |= {"id2label": {"0": "SCORE"}, "label2id": {"SCORE": 0}}
     if s.moe is not None:
         config |= moe_config(s, s.moe)
     name = "gelu_pytorch_tanh" if s.activation == "gelu_tanh" else "silu"
@@ -134,10 +148,14 @@ def config_from_section(section: ModelSection) -> dict[str, Any]:
 def _family(config: dict[str, Any], where: str) -> Family:
     names = config.get("architectures") or []
     for name in names:
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+        if name in ARCHITECTURES | SCORERS:
+            return (ARCHITECTURES | SCORERS)[name]
     known = ", ".join(ARCHITECTURES)
     raise ModelError(f"{where} has architectures = {names!r}, which is not supported; supported are {known}.")
+
+
+def _scores(config: dict[str, Any]) -> bool:
+    return any(name in SCORERS for name in config.get("architectures") or [])
 
 
 def _activation(read: Reader, family: Family) -> str:

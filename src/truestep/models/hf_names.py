@@ -9,6 +9,7 @@ _OUTER = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
 }
 _INNER = {
     "attention.q": "self_attn.q_proj",

@@ -6,6 +6,9 @@ from truestep.models.moe import Experts
 from truestep.models.router import Router
 from truestep.numerics.roles import Role
 
+SCORE = "score.weight"
+"""Name of a reward model's head, one row."""
+
 _NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 

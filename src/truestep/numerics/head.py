@@ -48,6 +48,18 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """The output of a reward model: scores_BT of what a row holds up to and with each place, in fp32 at least. Every
+    rank of the tensor axis has those of all places, and goes on to compute the same from them."""
+
+    scores_BT: torch.Tensor
+
+    def logits(self) -> torch.Tensor:
+        """Always a ModelError: for what takes it for a model of text."""
+        raise ModelError("this is a reward model: it gives scores and no logits; take a model with a vocabulary head.")
+
+
+@dataclass(frozen=True)
 class OwnLoss:
     """The output of a user's own module that computes its loss itself: the sum over its targets, in nats."""
 

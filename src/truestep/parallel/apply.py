@@ -176,7 +176,7 @@ def _lay_pipeline(
 
 def is_small(role: Role, shape: tuple[int, ...]) -> bool:
     """Parameters that FSDP2 leaves alone: whole on every rank, and at least fp32 whatever the precision."""
-    return len(shape) < 2 or role is Role.ROUTER
+    return len(shape) < 2 or shape[0] == 1 or role is Role.ROUTER
 
 
 def _replicate(model: nn.Module, groups: Groups, wire: Wire) -> DistributedDataParallel:

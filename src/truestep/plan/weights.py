@@ -85,7 +85,9 @@ def part_weights(model: ModelSection, layers: range, degrees: Degrees, *, first:
         found += table_weights(model, degrees.tp)
     if last:
         found += Weights(small=model.hidden_size)
-    if last and not (first and model.tie_embeddings):
+    if last and model.scores:
+        found += Weights(small=model.hidden_size)
+    elif last and not (first and model.tie_embeddings):
         found += table_weights(model, degrees.tp)
     return found
 

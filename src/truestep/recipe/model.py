@@ -126,6 +126,9 @@ class ModelSection(Section):
     )
     moe: Moe | None = field(None, help="experts instead of the MLP (mixtral, qwen3_moe, deepseek_v3)")
     mla: Mla | None = field(None, help="multi-head latent attention (deepseek_v3)")
+    scores: bool = field(
+        False, help="one score a token instead of logits; not to be set: kind = reward_model makes such a model"
+    )
     init_std: float = field(
         0.02,
         help="standard deviation of the initial weights; "
@@ -164,6 +167,15 @@ class ModelSection(Section):
         open_options = {name: value for name, value in options.items() if getattr(self, name) is None}
         return self.model_copy(update=sizes | open_options)
 
+    def scoring(self) -> "ModelSection":
+        """The same model with a score head instead of that of the vocabulary."""
+        return self.model_copy(update={"scores": True, "tie_embeddings": False})
+
+    @property
+    def head_rows(self) -> int:
+        """Outputs of the head."""
+        return 1 if self.scores else self.vocab_size
+
     def _resolved_moe(self, inner: int) -> Moe | None:
         if self.moe is None:
             return None
@@ -201,7 +213,7 @@ class ModelSection(Section):
         norm = (4 if self.norm_placement == "sandwich" else 2) * width + self._attention_norms()
         return ParamCounts(
             embedding=table,
-            head=0 if self.tie_embeddings else table,
+            head=0 if self.tie_embeddings else self.head_rows * width,
             attention=layers * (self._attention_products() + self._attention_biases()),
             mlp=(layers - sparse) * mlp + (sparse * shared if moe and moe.shared_size else 0),
             norm=layers * norm + width,
@@ -235,7 +247,7 @@ class ModelSection(Section):
         """Forward FLOPs of one row of `context` tokens by COUNTING_RULE. causal=False counts attention as T^2 pairs."""
         self._check_countable()
         width, sparse, moe = self.hidden_size, self.num_expert_layers, self.moe
-        products = self.num_layers * self._attention_products() + self.vocab_size * width
+        products = self.num_layers * self._attention_products() + self.head_rows * width
         products += (self.num_layers - sparse) * 3 * width * self.intermediate_size
         if moe is not None:
             products += sparse * width * (moe.num_experts + 3 * (moe.top_k * moe.expert_size + moe.shared_size))

@@ -1,6 +1,7 @@
-"""Units of samples for tests, and a store of them."""
+"""Units of samples for tests, a store of them, and a source of rows."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from truestep.data.sample_store import SampleStore, SampleWriter
 from truestep.data.samples import Sample, Unit
+from truestep.data.sources.base import Document
 
 VOCAB, EOD = 1000, 0
 
@@ -45,3 +47,17 @@ roles = st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=9)
 def units(size: int, most: int = 12) -> st.SearchStrategy[list[list[list[int]]]]:
     """Roles of the samples of units of `size` samples."""
     return st.lists(st.lists(roles, min_size=size, max_size=size), min_size=1, max_size=most)
+
+
+class Rows:
+    """The lines of a JSON Lines file as rows."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def documents(self) -> Iterator[Document]:
+        for number, line in enumerate(Path(self._path).read_text().splitlines(), 1):
+            yield Document(None, None, f"{self._path}, line {number}", json.loads(line))
+
+
+ROWS = "tests.data.sample_fakes:Rows"

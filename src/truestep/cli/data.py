@@ -50,19 +50,47 @@ def build(
 
 @app.command()
 def inspect(
-    store: Annotated[Path, typer.Argument(help="the folder of a token store")],
-    samples: Annotated[int, typer.Option(help="documents to show the beginning of")] = 3,
+    target: Annotated[Path, typer.Argument(help="the folder of a store, or with --stage a recipe", metavar="STORE")],
+    stage: Annotated[
+        str | None, typer.Option("--stage", help="show rows of this stage of a recipe as its model sees them")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="documents to show the beginning of, or rows to show", min=1)] = 3,
+    first: Annotated[int, typer.Option(help="with --stage: the first row, in the order of training", min=0)] = 0,
+    page: Annotated[Path | None, typer.Option("--html", help="with --stage: write the rows to this file too")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="hash every block of the store first")] = False,
+    overrides: Overrides = None,
 ) -> None:
-    """Show what a token store holds: sizes, what was dropped and why, lengths, common tokens, sample documents."""
+    """Show what a store holds: sizes, what was dropped and why, lengths, common tokens, sample documents.
+
+    With --stage, show rows of a stage: tokens that carry loss in colour, documents, positions. Stores that are not
+    there yet are built as `run` would."""
     from rich.console import Console
 
-    from truestep.data.inspect import inspect_store
+    console = Console()
+    if stage is not None:
+        from truestep.cli.mesh_cost import stage_named
+        from truestep.cli.shown_rows import show_rows, write_page
+        from truestep.recipe.load import load
+        from truestep.stages.shown import stage_rows
 
-    found = inspect_store(store, samples=samples)
+        recipe = load(str(target), overrides or [])
+        say = Console(stderr=True).print
+        rows = stage_rows(recipe, stage_named(recipe, stage), first, samples, say, verify=verify)
+        show_rows(rows, console)
+        if page is not None:
+            write_page(rows, page)
+            console.print(f"{page}")
+        return
+    from truestep.data.inspect import inspect_store
+    from truestep.errors import UserError
+
+    unused = [name for name, given in (("--first", first), ("--html", page), ("--set", overrides)) if given]
+    if unused:
+        raise UserError(f"{unused[0]} would not be used: it needs --stage and a recipe; remove it, or give both.")
+    found = inspect_store(target, samples=samples)
     if verify:
         found.store.verify()
-    show(found, Console(), verified=verify)
+    show(found, console, verified=verify)
 
 
 class _Bar:

@@ -3,7 +3,7 @@
 import atexit
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
@@ -35,6 +35,7 @@ class _Job:
     planner: StagedPlanner
     writer: BlockWriter
     printed: dict[str, Piece]  # what fingerprints are made of, under all names
+    first: Callable[[], None] | None
 
 
 class Checkpointer:
@@ -78,14 +79,15 @@ class Checkpointer:
         extra: dict[str, Any],
         asynchronous: bool,
         unchanged: Collection[str] = (),
+        first: Callable[[], None] | None = None,
     ) -> Save:
         """Save what this rank holds of `tensors` (pieces, DTensors, or plain tensors, which all ranks hold whole) and,
         from rank 0, `extra` (plain JSON). Names may differ between ranks. What several ranks hold is written by one.
 
         When this returns, the caller may change everything (asynchronous) or the save has ended; but for the tensors
         `unchanged`, which it promises to change only after `release`. Their fingerprints are made of them, and so show
-        damage to the copies as well; those of others are made of the copies. It first waits for the save before, whose
-        buffers it uses again.
+        damage to the copies as well; those of others are made of the copies. `first` is done in the background before
+        this rank's part counts. A save first waits for the one before, whose buffers it uses again.
         """
         began = time.monotonic()
         self.wait()
@@ -94,7 +96,7 @@ class Checkpointer:
         self.pending = pending = Pending(step, self.group.round("save"), began, None)
         pending.future.add_done_callback(self._ended)
         try:
-            job = self._prepare(pending, tensors, extra, asynchronous, unchanged)
+            job = self._prepare(pending, tensors, extra, asynchronous, unchanged, first)
         except Exception as error:
             pending.released.set()
             pending.end(self._failed(pending, error))
@@ -163,6 +165,7 @@ class Checkpointer:
         extra: dict[str, Any],
         asynchronous: bool,
         unchanged: Collection[str],
+        first: Callable[[], None] | None,
     ) -> _Job:
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor | Piece):
@@ -178,7 +181,7 @@ class Checkpointer:
         printed = copies | {name: replace(pieces[name], local=pieces[name].local.detach()) for name in unchanged}
         # Planning looks at nothing but where the pieces lie, so it can wait for the background.
         planner = StagedPlanner({name: piece for name, piece in pieces.items() if name not in aliases}, staged)
-        return _Job(pending, planner, writer, printed)
+        return _Job(pending, planner, writer, printed, first)
 
     def _run(self, job: _Job) -> None:
         """The background part; every failure becomes a result and a message to the other ranks."""
@@ -205,6 +208,8 @@ class Checkpointer:
             metadata = self._assign(job)
         plan = planner.finish_plan(plan_from_json(talk.take_once(f"assign/{self.rank}")))
         event("part assigned")
+        if job.first is not None:
+            job.first()
         chunks = result_to_json(writer.write_data(plan, planner).wait())
         talk.post(f"report/{self.rank}", {"chunks": chunks, FINGERPRINTS: prints.result()})
         event("report sent")

@@ -10,6 +10,8 @@ Byte-stream split and delta encoding bring a row to 6 bytes in full segments and
 
 import io
 import re
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,8 @@ class RankMetrics:
         self._folder = Path(run_dir) / "log" / "ranks" / f"{attempt:04d}"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._attempt, self._rank, self._full = attempt, rank, rows
-        self._stage, self._part, self._saved = "", 0, 0
+        self._stage, self._part, self._saved = "", 0, (0, 0)  # saved: a segment and its rows
+        self._lock = threading.Lock()
         self._rows: list[tuple[int, int, float, float, float]] = []
         if self._path().exists():
             taken = f"{self._path()} exists: attempt {attempt} was already begun by another process"
@@ -54,11 +57,20 @@ class RankMetrics:
 
     def flush(self) -> None:
         """Make every row so far durable. StorageError if the disk refuses; the segment written before stays whole."""
-        if len(self._rows) == self._saved:
-            return
-        with writing(self._path(), "free space there, then run again"):
-            publish(self._path(), _encoded(self._table(), self._says()))
-        self._saved = len(self._rows)
+        self.flushing()()
+
+    def flushing(self) -> Callable[[], None]:
+        """What makes every row so far durable, for another thread to do."""
+        rows, path, says, reached = list(self._rows), self._path(), self._says(), (self._part, len(self._rows))
+
+        def flush() -> None:
+            with self._lock:
+                if rows and reached > self._saved:  # else somebody else was quicker, perhaps with more
+                    with writing(path, "free space there, then run again"):
+                        publish(path, _encoded(_table(rows), says))
+                    self._saved = reached
+
+        return flush
 
     def close(self) -> None:
         """Flush; nothing is held open."""
@@ -68,7 +80,7 @@ class RankMetrics:
         self.flush()
         if self._rows:
             self._part += 1
-        self._rows, self._saved = [], 0
+        self._rows = []
 
     def _path(self) -> Path:
         return self._folder / f"rank-{self._rank:05d}-{self._part}.parquet"
@@ -76,11 +88,12 @@ class RankMetrics:
     def _says(self) -> dict[str, str]:
         return {"stage": self._stage, "attempt": str(self._attempt), "rank": str(self._rank)}
 
-    def _table(self) -> pa.Table:
-        step, microbatch, *numbers = zip(*self._rows)
-        columns = {"step": np.asarray(step, np.int32), "microbatch": np.asarray(microbatch, np.int32)}
-        columns |= {name: _narrow(np.asarray(values, np.float64)) for name, values in zip(_NUMBERS, numbers)}
-        return pa.table(columns)
+
+def _table(rows: Sequence[tuple[int, int, float, float, float]]) -> pa.Table:
+    step, microbatch, *numbers = zip(*rows)
+    columns = {"step": np.asarray(step, np.int32), "microbatch": np.asarray(microbatch, np.int32)}
+    columns |= {name: _narrow(np.asarray(values, np.float64)) for name, values in zip(_NUMBERS, numbers)}
+    return pa.table(columns)
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:

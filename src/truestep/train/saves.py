@@ -46,10 +46,11 @@ class Saves:
         if self._saved_step != self._state.step:
             self._saved_step = self._state.step
             self._saved_s = time.monotonic()
-            self._record.metrics.flush()
-            state, asynchronous = self._state, self._cadence.asynchronous
+            state, metrics, asynchronous = self._state, self._record.metrics, self._cadence.asynchronous
             tensors, unchanged = state.tensors(), state.until_update()
-            self.checkpointer.save(state.step, tensors, state.extra(), asynchronous, unchanged)
+            self.checkpointer.save(
+                state.step, tensors, state.extra(), asynchronous, unchanged=unchanged, first=metrics.flushing()
+            )
             state.before_update = self.checkpointer.release
         if wait:
             self.checkpointer.wait()

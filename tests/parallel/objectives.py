@@ -179,6 +179,9 @@ def _teacher(kind: str, of: Callable[..., torch.Tensor], top_k: int = 0, stored:
     return Objective(partial(distilled, of=of, top_k=top_k), "one", columns, stage)
 
 
+SCORES = {"scores": True, "tie_embeddings": False}
+
+
 OBJECTIVES: dict[str, Objective] = {
     "sft by token": Objective(sft_by_token, "one", (), {"kind": "sft"}),
     "sft by sample": Objective(
@@ -189,6 +192,17 @@ OBJECTIVES: dict[str, Objective] = {
     "robust": _preference(robust, kind="robust", label_smoothing=SMOOTHING),
     "length-normalised": _preference(length_normalised, kind="length-normalised"),
     "simpo": _preference(simpo, kind="simpo", margin=GAMMA),
+    "pairs of scores": Objective(of_pairs(scored_pair), "pair", UNIT, {"kind": "reward_model"}, SCORES),
+    "pairs with margins": Objective(
+        of_pairs(partial(scored_pair, margins=True)),
+        "pair",
+        UNIT,
+        {"kind": "reward_model", "reward": {"margins": True, "center": CENTER}},
+        SCORES,
+    ),
+    "scores of steps": Objective(
+        scored_steps, "steps", UNIT, {"kind": "reward_model", "reward": {"kind": "steps"}}, SCORES
+    ),
     "forward": _teacher("forward", forward_kl),
     "reverse": _teacher("reverse", reverse_kl),
     "js": _teacher("js", jensen_shannon),

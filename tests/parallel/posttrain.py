@@ -21,6 +21,7 @@ from tests.pool import Pool
 from truestep.losses.distill import HIDDEN, Distillation
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
+from truestep.numerics.head import HeadInput, Scores
 from truestep.numerics.pieces import Piece
 from truestep.parallel.mesh import Limits
 from truestep.recipe.model import ModelSection
@@ -72,7 +73,11 @@ def plain_model(one: Composition) -> Decoder:
 def logits(model: Decoder, ids: torch.Tensor) -> torch.Tensor:
     """Of a sample alone (T, V), or its scores (T,)."""
     place = torch.arange(len(ids))[None]
-    return model(ids[None], place, torch.zeros_like(place, dtype=torch.int32))[0]
+    return model(ids[None], place, torch.zeros_like(place, dtype=torch.int32), head=_finished)[0]
+
+
+def _finished(out: HeadInput | Scores) -> torch.Tensor:
+    return out.scores_BT if isinstance(out, Scores) else out.logits()
 
 
 def label_logp(model: Decoder, ids: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ LAYOUTS = {
 ALONE = Layout()
 ALWAYS = ["4 x 2 rows", "FSDP", "tensor", "pipeline", "context"]
 """Meshes that take turns, two a loss, in every test run; the rest is slow."""
-WITHOUT_CONTEXT = {"pairs of scores", "scores of steps"}
+WITHOUT_CONTEXT = {name for name, objective in OBJECTIVES.items() if objective.model}
 """Score heads do without context parallelism (a recipe with both is refused)."""
 
 

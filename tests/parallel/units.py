@@ -65,8 +65,8 @@ def draw_units(kind: str, count: int, vocab: int, seed: int) -> list[Unit]:
 
     units: list[Unit] = []
     for number in range(count):
-        prompt = torch.randint(0, vocab, (whole(1, 4),), generator=random)
-        lengths = [1 if number == 1 else whole(2, 6), whole(2, 6)]
+        prompt = torch.randint(0, vocab, (whole(1, 3),), generator=random)
+        lengths = [1 if number == 1 else whole(2, 5), whole(2, 5)]
         value = 0.25 * whole(0, 4)
         if kind == "pair":
             units.append([answer(prompt, length, side, value) for length, side in zip(lengths, (1, -1))])

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -49,15 +51,36 @@ def units(size: int, most: int = 12) -> st.SearchStrategy[list[list[list[int]]]]
     return st.lists(st.lists(roles, min_size=size, max_size=size), min_size=1, max_size=most)
 
 
-class Rows:
-    """The lines of a JSON Lines file as rows."""
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a JSON Lines file as rows: a shard."""
 
-    def __init__(self, path: str):
-        self._path = path
+    path: Path
+    size: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def stamp(self) -> str:
+        return str(self.path.stat().st_mtime_ns)
 
     def documents(self) -> Iterator[Document]:
-        for number, line in enumerate(Path(self._path).read_text().splitlines(), 1):
-            yield Document(None, None, f"{self._path}, line {number}", json.loads(line))
+        for number, line in enumerate(self.path.read_text().splitlines(), 1):
+            yield Document(None, None, f"{self.path.name}, line {number}", json.loads(line))
+
+
+class Rows:
+    """A file of rows, or a folder of them, each a shard."""
+
+    notes: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, path: str):
+        self._files = sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]
+
+    def shards(self) -> list[Lines]:
+        return [Lines(file) for file in self._files]
 
 
 ROWS = "tests.data.sample_fakes:Rows"

@@ -113,6 +113,7 @@ class Eval:
     data: str | None = None
     method: str | None = None  # how bytes were counted
     high_loss: float | None = None  # of the same weights without low precision, where that is on
+    metrics: dict[str, float] | None = None  # of a loss that counts something else than targets
 
 
 @dataclass(frozen=True, kw_only=True)

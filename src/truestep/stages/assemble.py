@@ -34,8 +34,11 @@ from truestep.stages.starts import Start, load_into, starting_point
 from truestep.stages.teachers import teach
 from truestep.train.build import build
 from truestep.train.digests import Digests
-from truestep.train.evaluate import HeldOut, Text, evaluate_with_gap
+from truestep.train.evaluate import HeldOut, Text, evaluate_loss, evaluate_with_gap
 from truestep.train.state import TrainState
+
+BY_LOSS = ("reward_model",)
+"""Kinds whose held-out figure is their own loss, since it counts something else than targets."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,24 @@ def model_section(context: Context, stage: Stage, start: Start | None, tokenizer
         raise ModelError("the recipe has no [model] and its stage starts from fresh weights; add [model]")
     resolved = section.resolved(tokenizer.vocab_size)
     check_vocab(tokenizer, resolved.vocab_size)
-    return resolved
+    return with_head(stage, resolved)
+
+
+def with_head(stage: Stage, section: ModelSection) -> ModelSection:
+    """The architecture with the head that a stage of its kind trains."""
+    if stage.kind != "reward_model":
+        if section.scores:
+            raise ModelError(
+                f'stage {stage.name!r} of kind = "{stage.kind}" starts from a reward model, whose head gives '
+                f"scores and no logits; start from a model of text"
+            )
+        return section
+    if section.module is not None:
+        raise ModelError(
+            f"stage {stage.name!r} puts a score head on its model, which a module of your own ({section.module}) "
+            f"has no place for; start from a model of a known family"
+        )
+    return section.scoring()
 
 
 def check_fit(stage: Stage, section: ModelSection, model: nn.Module) -> None:
@@ -174,4 +194,6 @@ def evaluate_on(
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     complete = not limit and num_bytes is not None and corpus.packing == "split" and isinstance(store, TokenStore)
     text = Text(lengths, num_bytes or 0, store.num_documents, complete)
+    if stage.kind in BY_LOSS:
+        return evaluate_loss(state.parallel, state.job, batches(), state.loss, state.before)
     return evaluate_with_gap(state.parallel, state.job, batches, text)

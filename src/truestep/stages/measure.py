@@ -62,9 +62,8 @@ def step_seconds(section: ModelSection, length: int, rounds: int = 4) -> dict[st
 
 
 def _of_layers(section: ModelSection, num_layers: int) -> torch.nn.Module:
-    model = build_model(section.model_copy(update={"num_layers": num_layers}), section.vocab_size).to_empty(
-        device="cpu"
-    )
+    few = section.model_copy(update={"num_layers": num_layers, "scores": False})
+    model = build_model(few, section.vocab_size).to_empty(device="cpu")
     init_weights(model, 0)
     return model
 

@@ -68,7 +68,8 @@ class TerminalProgress(AbstractContextManager):
         bits = "" if figures.bits_per_byte is None else f"  {figures.bits_per_byte:.4f} bits per byte"
         high = figures.high_loss
         gap = "" if high is None else f"  low precision costs {figures.loss - high:+.4f}"
-        self.say(f"{stage}: step {step}  held-out loss {figures.loss:.4f}{bits}{gap}")
+        more = "".join(f"  {name} {value:.4f}" for name, value in figures.metrics.items())
+        self.say(f"{stage}: step {step}  held-out loss {figures.loss:.4f}{bits}{gap}{more}")
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,14 +1,17 @@
 """Held-out evaluation: loss per target, bits per byte. Leaves the model's mode and every random stream as they were."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from truestep.losses.base import Loss
 from truestep.losses.token_nll import token_nll
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.parallel.job import Job
@@ -20,7 +23,8 @@ from truestep.train.low_precision import products_high
 class HeldOut:
     """`loss`: nats per target, special tokens included. `bits_per_byte`: special tokens left out of both sums; None
     where the tokenizer's byte lengths are not known. `method` says what the bits cover. `high_loss`: nats per target of
-    the same weights with every product high, where low precision is on; what is more in `loss` the formats cost."""
+    the same weights with every product high, where low precision is on; what is more in `loss` the formats cost.
+    `metrics`: what a loss that counts something else than targets says beside itself, per unit of its weight."""
 
     loss: float
     targets: int
@@ -28,6 +32,7 @@ class HeldOut:
     num_bytes: int
     method: str
     high_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,37 @@ def evaluate_with_gap(
         return found
     with products_high(parallel):
         return replace(found, high_loss=evaluate(parallel, job, batches(), None).loss)
+
+
+def evaluate_loss(
+    parallel: Parallel, job: Job, batches: Iterable[Batch], loss: Loss, before: Iterable[Callable[[Batch], Batch]] = ()
+) -> HeldOut:
+    """A loss that is not of targets, in place of nats per target: its sum over batches by the sum of its weights, and
+    its metrics likewise. `before`: see TrainState."""
+
+    def sums_of(batch: Batch, out: Any) -> dict[str, torch.Tensor]:
+        found = loss(out, batch)
+        return {"loss": found.sum, **found.metrics}
+
+    total, weight = Counter[str](), 0.0
+    with as_it_was(parallel.parts):
+        for part in parallel.parts:
+            part.eval()
+        for index, batch in enumerate(batches):
+            job.counters.microbatch(index)
+            batch = parallel.own_part(batch)
+            weight += loss.weight(batch) if parallel.counts else 0.0
+            batch = batch.to(parallel.device)
+            for add in before:
+                batch = add(batch)
+            sums = parallel.evaluate(batch, partial(sums_of, batch))
+            if parallel.counts:
+                total.update({name: value.item() for name, value in sums.items()})
+    everybody = job.everybody((dict(total), weight))
+    weight = sum(one for _, one in everybody)
+    names = dict.fromkeys(name for sums, _ in everybody for name in sums)
+    means = {name: sum(sums.get(name, 0.0) for sums, _ in everybody) / (weight or math.nan) for name in names}
+    return HeldOut(means.pop("loss", math.nan), int(weight), None, 0, "the stage's own loss", metrics=means)
 
 
 @contextmanager

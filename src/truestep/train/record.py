@@ -91,6 +91,7 @@ class Recorder:
             targets=figures.targets,
             method=figures.method,
             high_loss=figures.high_loss,
+            metrics=figures.metrics or None,
             eval_s=eval_s,
         )
         if self.watcher:

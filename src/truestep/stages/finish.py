@@ -22,6 +22,7 @@ from truestep.recipe.stage import Stage
 from truestep.rollout.directory import sample_from
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
+from truestep.stages.scored import name_padding, padding_id
 from truestep.stages.yardstick import yardstick
 from truestep.train.evaluate import HeldOut
 from truestep.train.state import TrainState
@@ -77,14 +78,18 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
         shutil.rmtree(directory, ignore_errors=True)
 
     context.job.agree(f"clear/{stage.name}", clear)
-    eod = done.corpora.tokenizer.eod_id
+    eod = pad = done.corpora.tokenizer.eod_id
+    if done.section.scores:
+        pad = padding_id(done.corpora.tokenizer_dir, eod, done.corpora.stores.values())
     size = save_hf(
         directory,
         tensors,
         done.section,
         tokenizer_dir=done.corpora.tokenizer_dir,
-        generation={"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": eod},
+        generation={"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": pad},
     )
+    if done.section.scores and context.job.first:
+        name_padding(directory, pad)
     place = str(directory.relative_to(context.run_dir))
     context.note("model", stage=stage.name, path=place, digest=digest, bytes=size)
     return digest

@@ -54,6 +54,11 @@ def say_start(context: Context, parts: Parts) -> None:
             "packing": reports,
         },
     )
+    for name, report in reports.items():
+        lost = [f"{report[what]:,} {what.replace('_', ' ')}" for what in report if _is_loss(what) and report[what]]
+        if lost:
+            words = f"{name}: {', '.join(lost)} of {report['tokens_in']:,} tokens"
+            context.progress.say(f"[yellow]{stage.name}: {words}; see `truestep data inspect --stage`[/yellow]")
     for group in groups:
         context.progress.say(
             f"{stage.name}: {group['group']}: {group['elements']:,} elements in {group['tensors']} tensors, "
@@ -62,6 +67,11 @@ def say_start(context: Context, parts: Parts) -> None:
     if context.recipe.machine.activation_checkpointing == "auto":
         counts = ", ".join(f"{mode} {len(layers)}" for mode, layers in blocks.items())
         context.progress.say(f"{stage.name}: blocks that recompute activations: {counts}")
+
+
+def _is_loss(what: str) -> bool:
+    """Whether a count of a packing tells of data that is not trained on."""
+    return what.startswith(("truncated", "dropped"))
 
 
 def whole_groups(state: TrainState) -> list[dict[str, Any]]:

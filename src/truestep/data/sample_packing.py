@@ -29,6 +29,7 @@ _UNIT_COLUMNS = {
     "counted": Column(np.dtype("float32")),
     "value": Column(np.dtype("float32")),
 }
+_WEIGHT_COLUMNS = {name: Column(np.dtype("float32")) for name in ("weight", "counted")}
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class Supervision:
     loss_on: LossOn = "assistant"
     by_sample: bool = False
     units: bool = True
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Those that rows have."""
+        found = dict(_UNIT_COLUMNS) if self.units else {}
+        return found | (dict(_WEIGHT_COLUMNS) if self.by_sample else {})
 
 
 class SamplePacking:
@@ -55,10 +62,7 @@ class SamplePacking:
 
     @property
     def columns(self) -> dict[str, Column]:
-        found = dict(_UNIT_COLUMNS) if self._use.units else {}
-        if self._use.by_sample:
-            found |= {name: Column(np.dtype("float32")) for name in ("weight", "counted")}
-        return found
+        return self._use.columns
 
     def pieces(self, indices: np.ndarray) -> Pieces:
         return self._index.samples(self._store, indices).pieces

@@ -48,7 +48,18 @@ def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
         yield Problem("machine.mesh.cp", text, (f"{at}.kind",))
     if stage.lora is not None and stage.start == "init":
         yield Problem(f"{at}.lora", 'adapts frozen weights, but start = "init" has none; start from a model.')
+    if stage.remember.kl:
+        yield from _kl(stage, f"{at}.remember.kl")
     yield from _formats(stage, at, recipe)
+
+
+def _kl(stage: Stage, at: str) -> Iterator[Problem]:
+    above = at.removesuffix(".remember.kl")
+    if stage.kind == "preference":
+        text = "pulls at tokens, and preferences are of whole answers; their own pull is preference.beta: remove it."
+        yield Problem(at, text, (f"{above}.kind",))
+    elif stage.start == "init":
+        yield Problem(at, 'pulls to the start, but start = "init" knows nothing; remove it.', (f"{above}.start",))
 
 
 def _quantise(section: Quantise, at: str) -> Iterator[Problem]:
@@ -94,12 +105,18 @@ def _formats(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
     wanted, (field, value) = formats(stage)
     names = [stage.data] if isinstance(stage.data, str) else [item.data for item in stage.data]
     names += [stage.evaluate.data] if stage.evaluate else []
-    for name in [*names, *(item.data for item in stage.remember.replay)]:
+    replayed = [item.data for item in stage.remember.replay]
+    for name in [*names, *replayed]:
         section = recipe.data.get(name)
         if section is not None and section.format != "text" and section.too_long == "split":
             text = f'is "split", but rows of format "{section.format}" stay whole; take "truncate", "drop" or "refuse".'
             yield Problem(f"data.{name}.too_long", text, (f"data.{name}.format",))
-        if section is not None and section.format not in wanted:
+        again = name in replayed and stage.kind == "sft" and stage.sft.weighting == "token"
+        if section is not None and section.format not in (*wanted, *(("text",) if again else ())):
             words = " or ".join(f'"{one}"' for one in wanted)
             text = f'is "{section.format}", but stage {stage.name!r} with {field} = "{value}" takes {words}.'
             yield Problem(f"data.{name}.format", text, (f"{at}.{field}", f"{at}.data"))
+    judged = recipe.data.get(stage.evaluate.data) if stage.evaluate else None
+    if stage.evaluate and stage.evaluate.yardstick and judged is not None and judged.format != "text":
+        text = f'compares with compressors of plain text, but its data has format "{judged.format}"; remove it.'
+        yield Problem(f"{at}.evaluate.yardstick", text, (f"{at}.evaluate.data", f"data.{stage.evaluate.data}"))

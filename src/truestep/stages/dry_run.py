@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # Registers the backend "fake", whose collectives return at once and move nothing.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from truestep.data.packing import NO_COLUMNS, Column
 from truestep.numerics.batch import Batch
 from truestep.numerics.tally import Collectives, Flops
 from truestep.numerics.trace import Memory, Trace
@@ -156,8 +158,10 @@ def _agreement() -> Iterator[None]:
         dist.all_gather_object, dist.broadcast_object_list = originals
 
 
-def whole_rows(rows: int, context: int, count: int) -> list[Batch]:
-    """Microbatches of rows that hold one document each; all places but the last of a row have a target."""
+def whole_rows(rows: int, context: int, count: int, columns: Mapping[str, Column] = NO_COLUMNS) -> list[Batch]:
+    """Microbatches of rows that hold one document each; all places but the last of a row have a target. Columns hold
+    ones."""
     tokens_BT = torch.zeros(rows, context, dtype=torch.int64)
     positions_BT = torch.arange(context).repeat(rows, 1)
-    return [Batch(tokens_BT, tokens_BT, positions_BT, None) for _ in range(count)]
+    ones = {name: torch.from_numpy(np.ones((rows, context, *one.shape), one.dtype)) for name, one in columns.items()}
+    return [Batch(tokens_BT, tokens_BT, positions_BT, None, ones) for _ in range(count)]

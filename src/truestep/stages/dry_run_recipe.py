@@ -21,6 +21,7 @@ from truestep.recipe.machine import Machine
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import Stage
+from truestep.stages.corpora import supervision
 from truestep.stages.dry_run import StepCost, costs_of_steps, fake_job, whole_rows
 from truestep.stages.dry_run_scale import Series, carried_on, series_of_layers, series_of_microbatches
 from truestep.train.build import HEAD_CHUNK_TOKENS, build
@@ -131,7 +132,8 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
     series = series_of_microbatches(count, case.machine.pipeline, degrees.pp)
     if case.by_ddp:
         series = Series([count], 0)
-    rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context)
+    columns = {} if case.stage.kind == "pretrain" else supervision(case.stage).columns
+    rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context, columns=columns)
     on_cuda = case.device == "cuda"
     attend = fused_attention if on_cuda else attention.scaled_dot_product_attention
     with fake_job(rank, degrees.world) as here, replaced(attention, "scaled_dot_product_attention", attend):

@@ -205,7 +205,8 @@ class Agent:
         if (interface := _interface(order)) is not None:
             mine[INTERFACE] = interface
         mine |= self._keeper(worker.host, order)
-        return {**os.environ, **order["variables"], **{name: str(value) for name, value in mine.items()}}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        return {**quiet, **os.environ, **order["variables"], **{name: str(value) for name, value in mine.items()}}
 
     def _keeper(self, host: str, order: dict[str, Any]) -> Mapping[str, str]:
         """Where this host keeps checkpoints in memory, if the supervisor gave a token for that: the address by which

@@ -91,7 +91,10 @@ class ForkStart:
         command = [sys.executable, "-m", "truestep.elastic.forkserver", str(theirs.fileno()), "truestep"]
         passed = [theirs.fileno(), self._lifeline]
         # The recipe on the command line is for those who look for the run's processes.
-        self._server = subprocess.Popen([*command, *self.arguments], pass_fds=passed, start_new_session=True)
+        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}  # else each worker tells of the others' connections
+        self._server = subprocess.Popen(
+            [*command, *self.arguments], env=environ, pass_fds=passed, start_new_session=True
+        )
         theirs.close()
 
     def start(self, works: list[Work], nodes: Nodes) -> None:

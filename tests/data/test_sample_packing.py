@@ -90,6 +90,9 @@ def test_every_unit_is_whole_in_one_row_or_counted(
         (number,) = set(rows.columns["unit"][row, here].tolist())
         seen[int(one.ids[0])] = (row, number)
     assert seen.keys() == kept.keys()
+    for row in range(packing.num_rows):
+        numbers = {number for at, number in seen.values() if at == row}
+        assert numbers == set(range(len(numbers)))
     for (unit,) in documents:
         assert len({seen[int(one.ids[0])] for one in unit if int(one.ids[0]) in seen}) <= 1
     assert len(set(seen.values())) == len({id(unit) for _, _, unit, _ in kept.values()})

@@ -88,12 +88,13 @@ def do_shard(task: tuple[Job, int, Shard]) -> int:
 
 def _write(job: Job, shard: Shard, folder: Path) -> None:
     tokenizer, runs = _tokenizer(job.tokenizer, job.fingerprint), _runs(job.runs, job.runs_digest, job.ngram)
-    counts = {name: Amount() for name in ("in", "other_split", "empty", "contaminated", "refused")}
+    counts = {name: Amount() for name in ("in", "other_split", "empty", "contaminated")}
     refused: list[str] = []
     selected = _selected(shard.documents(), job, tokenizer.byte_lengths(), counts)
     if job.section.format == "text":
         made = (one for batch in _batches(selected) for one in _encoded(batch, tokenizer))
     else:
+        counts["refused"] = Amount()
         made = _rendered(selected, job.section, tokenizer, counts["refused"], refused)
     store = writer_of(job.section, folder, tokenizer)
     with PartWriter(store, job.near) as writer:

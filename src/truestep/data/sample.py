@@ -1,10 +1,11 @@
-"""The tokenizer of a recipe: raw bytes, one from a file, or a BPE trained on a sample of the data."""
+"""The tokenizer of a recipe: raw bytes, one from a file or a model, or a BPE trained on a sample of the data."""
 
 import heapq
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from truestep.data.chat.template import CHATML, CHATML_TOKENS, template_source
 from truestep.data.hub import look_up
 from truestep.data.shard_work import in_split, text_hash
 from truestep.data.sources.registry import open_source, read
@@ -15,19 +16,42 @@ from truestep.recipe.data import DataSection, TokenizerSection
 _PIECE_CHARACTERS = 4096
 
 
-def make_tokenizer(section: TokenizerSection, data: Iterable[DataSection], cache: Path) -> Tokenizer:
-    """The tokenizer that `section` asks for; `data` are the sections to train a BPE on, and `cache` a folder for
-    what has to be fetched. The same inputs give the same tokenizer."""
+def make_tokenizer(
+    section: TokenizerSection, data: Iterable[DataSection], cache: Path, start: str | None = None
+) -> Tokenizer:
+    """The tokenizer that `section` asks for; `data` are the sections to train a BPE on, `cache` a folder for what has
+    to be fetched, and `start` the model that the first stage starts from. The same inputs give the same tokenizer."""
+    tokenizer = _without_template(section, data, cache, start)
+    if section.chat_template is None:
+        return tokenizer
+    return with_template(tokenizer, section.chat_template)
+
+
+def with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
+    """The tokenizer with the template that `name` stands for: chatml, or a file of Jinja."""
+    missing = [token for token in CHATML_TOKENS if token not in tokenizer.special]
+    if name == CHATML and missing:
+        raise DataError(
+            f"the tokenizer ({tokenizer.origin}) has no special token {missing[0]}, which chatml needs; name it in "
+            f"tokenizer.special, or give a file as tokenizer.chat_template."
+        )
+    return tokenizer.with_chat_template(template_source(name))
+
+
+def _without_template(
+    section: TokenizerSection, data: Iterable[DataSection], cache: Path, start: str | None
+) -> Tokenizer:
     if section.kind == "bytes":
-        return bytes_tokenizer()
-    if section.kind == "file":
-        if section.path is None:
+        return bytes_tokenizer(section.special)
+    if section.kind in ("file", "start"):
+        path = section.path if section.kind == "file" else start
+        if path is None:
             raise DataError("tokenizer.kind = 'file' needs tokenizer.path: a file, a folder or owner/name@revision.")
-        if "@" in section.path and not Path(section.path).exists():
-            return _of_hub(section.path, section.eod, cache)
-        return load_tokenizer(section.path, eod=section.eod)
+        if "@" in path and not Path(path).exists():
+            return _of_hub(path, section.eod, cache)
+        return load_tokenizer(path, eod=section.eod)
     texts = (text for one in data for text in section_texts(one, cache))
-    return train_bpe(even_sample(texts, section.sample), section.vocab_size)
+    return train_bpe(even_sample(texts, section.sample), section.vocab_size, section.special)
 
 
 def _of_hub(name: str, eod: str | None, cache: Path) -> Tokenizer:

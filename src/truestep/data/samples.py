@@ -1,52 +1,41 @@
 """Samples: rows of a corpus that are not plain text, as ids with a role for each; and how rows become them.
 
 A *unit* is a list of samples that must stay together in one row of a batch: one for supervised fine-tuning, the chosen
-and the rejected answer for preferences.
+and the rejected answer for preferences. The formats are in truestep.data.chat.formats.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
+from truestep.data.chat.formats import Renderer
+from truestep.data.chat.units import EARLIER, LAST, NO_LOSS, RowError, Sample, Unit
 from truestep.data.tokenizer import Tokenizer
-from truestep.errors import DataError
-from truestep.recipe.data import DataSection
+from truestep.recipe.data import FIELDS, DataSection
 
-NO_LOSS, EARLIER, LAST = 0, 1, 2
-"""Roles of tokens: never with loss; made by the assistant in an earlier turn; made by it in its last turn."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """`ids`: integers; `roles` uint8, one an id. `side`: +1 chosen or desirable, -1 rejected or undesirable, else 0.
-    `value`: the margin of a pair or a score; or float32, one an id, the label of the step that ends there, NaN where
-    none does."""
-
-    ids: np.ndarray
-    roles: np.ndarray
-    side: int = 0
-    value: float | np.ndarray = 0.0
-
-
-Unit = list[Sample]
-
-
-def row_text(row: dict[str, Any], section: DataSection) -> str:
-    """The text of a row that copies, held-out rows and evaluation texts are told by."""
-    return "\n".join(str(row.get(section.fields.get(name, name), "")) for name in ("prompt", "completion"))
+__all__ = ["EARLIER", "LAST", "NO_LOSS", "RowError", "Sample", "Unit", "render", "row_text"]
 
 
 def render(row: dict[str, Any], section: DataSection, tokenizer: Tokenizer) -> list[Unit]:
-    """The units of a row. DataError names the field and the remedy."""
-    texts = []
-    for name in ("prompt", "completion"):
-        field = section.fields.get(name, name)
-        if not isinstance(row.get(field), str):
-            raise DataError(f"field {field!r} holds {row.get(field)!r}, not text; repair the row, or set data.fields.")
-        texts.append(row[field])
-    prompt, completion = tokenizer.encode_batch(texts)
-    ids = np.concatenate([prompt, completion, [tokenizer.eod_id]])
-    roles = np.full(len(ids), LAST, dtype=np.uint8)
-    roles[: len(prompt)] = NO_LOSS
-    return [[Sample(ids, roles)]]
+    """The units of a row. RowError names what is wrong with the row and the remedy; DataError what is wrong with the
+    tokenizer or its template, whatever the row."""
+    return Renderer(section, tokenizer).units(row)
+
+
+def row_text(row: dict[str, Any], section: DataSection) -> str:
+    """The text of a row that copies, held-out rows and evaluation texts are told by: all that its fields hold. Half a
+    surrogate pair, which `render` refuses, is a question mark here."""
+    fields = [row.get(section.fields.get(name, name)) for name in FIELDS[section.format]]
+    return "\n".join(_texts(fields)).encode("utf-8", "replace").decode()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+    elif value is not None:
+        yield str(value)

@@ -22,14 +22,17 @@ from truestep.files import canonical, publish, writing
 
 END = "<|endoftext|>"
 _UNREACHABLE = "\ufdd0"  # a code point that is no character: no text can spell what follows it
-FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")  # later ones win
+TEMPLATE_FILE = "chat_template.jinja"
+FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json", TEMPLATE_FILE)  # later ones win
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ORIGIN = "truestep_origin"
-_KEPT_CONFIG = ("bos_token", "pad_token", "unk_token", "chat_template", "model_max_length", "padding_side")
+_KEPT_CONFIG = (*_NAMED_TOKENS, "chat_template", "model_max_length", "padding_side")
 
 
 class Tokenizer:
     """Text to ids and back. `vocab_size` is the largest id + 1; `eod_id` ends a document; `fingerprint` covers all that
-    decides ids. `origin` says where it came from (a hub id with its commit, a path, or how it was made)."""
+    decides ids. `special` are the ids of special tokens, and `unknown` the one for what the vocabulary lacks.
+    `origin` says where it came from (a hub id with its commit, a path, or how it was made)."""
 
     def __init__(self, spec: dict[str, Any], eod: str, *, config: dict[str, Any] | None = None, origin: str = ""):
         """`spec` is the content of a tokenizer.json; `eod` a token in it; `config` that of tokenizer_config.json."""
@@ -45,9 +48,10 @@ class Tokenizer:
         self._spec: dict[str, Any] = json.loads(self._tokenizer.to_str())
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
-        self._special = {t["content"]: t["id"] for t in self._spec["added_tokens"] if t["special"]}
+        self.special = {t["content"]: int(t["id"]) for t in self._spec["added_tokens"] if t["special"]}
+        self.unknown = _unknown_token(self._spec)
         self._forbidden = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may become
-        self._forbidden[[i for t, i in self._special.items() if t != _unknown_token(self._spec)]] = True
+        self._forbidden[[i for t, i in self.special.items() if t != self.unknown]] = True
         spec = _without_reachable_specials(self._spec)
         self._encoder = self._tokenizer if spec is self._spec else _from_spec(spec, origin)
         self._encoder.encode_special_tokens = True
@@ -72,6 +76,45 @@ class Tokenizer:
         """Text of ids, special tokens spelled out; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The content of its tokenizer.json."""
+        return self._spec
+
+    def id_of(self, token: str) -> int:
+        """The id of a token of the vocabulary, special or not."""
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            raise DataError(f"the tokenizer ({self.origin}) has no token {token!r}; name one that it has.")
+        return found
+
+    @cached_property
+    def first_ids(self) -> np.ndarray:
+        """int64: what the tokenizer puts before a text that a model goes on from: its BOS, or nothing."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        whole = self._tokenizer.encode("a", add_special_tokens=True).ids
+        count = next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)
+        return np.array(whole[:count], dtype=np.int64)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of conversations; None where the tokenizer has none."""
+        found = self._config.get("chat_template")
+        if isinstance(found, list):  # named ones, as some tokenizers have for tools
+            named = {one["name"]: one["template"] for one in found}
+            return named.get("default")
+        return found
+
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same tokenizer with another template."""
+        return Tokenizer(self._spec, self.eod, config=self._config | {"chat_template": template}, origin=self.origin)
+
+    @cached_property
+    def template_variables(self) -> dict[str, str]:
+        """What chat templates may name: bos_token and its like, as far as the tokenizer has them."""
+        named = {name: _content(self._config.get(name)) for name in _NAMED_TOKENS}
+        return {name: token for name, token in named.items() if token is not None} | {"eos_token": self.eod}
+
     def byte_lengths(self) -> np.ndarray:
         """int64 [vocab_size]: bytes of UTF-8 text that each id stands for, from the vocabulary itself and not from
         decoded text, in which a part of a character would count as three; 0 for special tokens and unused ids."""
@@ -83,12 +126,15 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the canonical content of tokenizer.json and the end-of-document token."""
-        return hashlib.sha256(canonical([self._spec, self.eod])).hexdigest()
+        """sha256 of the canonical content of tokenizer.json and the end-of-document token, and of the chat template and
+        the tokens it names where there is one."""
+        chat = [self.chat_template, self.template_variables] if self.chat_template is not None else []
+        return hashlib.sha256(canonical([self._spec, self.eod, *chat])).hexdigest()
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, which Hugging Face's AutoTokenizer loads with the same ids.
-        Settings that would run code from elsewhere (`auto_map`) are not carried over."""
+        """Write tokenizer.json, tokenizer_config.json and, where there is a template, chat_template.jinja; from these
+        Hugging Face's AutoTokenizer makes the same ids. Settings that would run code from elsewhere (`auto_map`) are
+        not carried over."""
         folder = Path(folder)
         config = {name: self._config[name] for name in _KEPT_CONFIG if self._config.get(name) is not None}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eod}
@@ -97,6 +143,8 @@ class Tokenizer:
             folder.mkdir(parents=True, exist_ok=True)
             publish(folder / "tokenizer.json", json.dumps(self._spec, ensure_ascii=False).encode())
             publish(folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1).encode())
+            if isinstance(config.get("chat_template"), str):
+                publish(folder / TEMPLATE_FILE, config["chat_template"].encode())
 
     def _origin_to_tell(self) -> str:
         """A path of this machine is nobody else's business; its last part is."""
@@ -104,7 +152,7 @@ class Tokenizer:
 
     def _refuse(self, ids: np.ndarray, text: str) -> None:
         bad = int(ids[self._forbidden[ids]][0])
-        token = next(t for t, i in self._special.items() if i == bad)
+        token = next(t for t, i in self.special.items() if i == bad)
         at = max(0, text.find(token))
         raise DataError(
             f"the text {text[at : at + 40]!r} spells the special token {token!r} (id {bad}), which this tokenizer "
@@ -112,19 +160,19 @@ class Tokenizer:
         )
 
 
-def bytes_tokenizer() -> Tokenizer:
-    """ids 0-255 are bytes, 256 ends a document."""
+def bytes_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
+    """ids 0-255 are bytes, 256 ends a document, and the `special` tokens come after it."""
     vocab = {character: byte for byte, character in enumerate(byte_alphabet())} | {END: 256}
-    return _byte_level(models.BPE(vocab=vocab, merges=[]), "bytes")
+    return _byte_level(models.BPE(vocab=vocab, merges=[]), "bytes", special)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with `vocab_size` ids: <|endoftext|> is 0, then the 256 bytes, then merges. The same texts give
-    the same tokenizer. DataError if they hold too few different words for so many merges."""
+def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE with `vocab_size` ids: <|endoftext|> is 0, then the `special` tokens, the 256 bytes, and merges.
+    The same texts give the same tokenizer. DataError if they hold too few different words for so many merges."""
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         show_progress=False,
-        special_tokens=[END],
+        special_tokens=[END, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     learner = tokenizers.Tokenizer(models.BPE())
@@ -135,7 +183,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"tokenizer: the text is too small for vocab_size {vocab_size} (only {learner.get_vocab_size()} tokens "
             f"were found); lower tokenizer.vocab_size or give more text."
         )
-    return _byte_level(learner.model, f"byte-level BPE of {vocab_size} trained on the data")
+    return _byte_level(learner.model, f"byte-level BPE of {vocab_size} trained on the data", special)
 
 
 def load_tokenizer(path: str | Path, *, eod: str | None = None, origin: str | None = None) -> Tokenizer:
@@ -145,11 +193,11 @@ def load_tokenizer(path: str | Path, *, eod: str | None = None, origin: str | No
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise DataError(f"{file} does not exist; give a tokenizer.json or a folder with one.")
-    beside = [_read_json(p) for name in FILES[1:] if (p := file.with_name(name)).is_file()]
+    beside = [_read_json(p) for name in FILES[1:-1] if (p := file.with_name(name)).is_file()]
     config = {name: value for one in beside for name, value in one.items()}
-    named = eod or config.get("eos_token")
-    if isinstance(named, dict):
-        named = named.get("content")
+    if (template := file.with_name(TEMPLATE_FILE)).is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    named = eod or _content(config.get("eos_token"))
     if not named:
         raise DataError(f"{path}: names no eos token; set tokenizer.eod to the token that ends a document.")
     tokenizer = Tokenizer(_read_json(file), named, config=config, origin=str(path))
@@ -166,12 +214,17 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def _byte_level(model: Any, origin: str) -> Tokenizer:
+def _byte_level(model: Any, origin: str, special: Sequence[str]) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in (END, *special)])
     return Tokenizer(json.loads(tokenizer.to_str()), END, origin=origin)
+
+
+def _content(token: Any) -> str | None:
+    """A named token of tokenizer_config.json: its text, or an object that holds it."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_json(path: Path) -> dict[str, Any]:

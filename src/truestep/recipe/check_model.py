@@ -60,7 +60,8 @@ def _tokenizer(model: ModelSection, recipe: Recipe) -> Iterator[Problem]:
 
 def tokenizer_size(recipe: Recipe) -> int | None:
     """The tokenizer's number of ids as far as the recipe tells; None where a file tells it."""
-    return {"train-bpe": recipe.tokenizer.vocab_size, "bytes": 257}.get(recipe.tokenizer.kind)
+    section = recipe.tokenizer
+    return {"train-bpe": section.vocab_size, "bytes": 257 + len(section.special)}.get(section.kind)
 
 
 def _heads(model: ModelSection) -> Iterator[Problem]:

@@ -7,6 +7,20 @@ from truestep.recipe.units import Bytes
 
 SOURCES = ("text", "jsonl", "parquet", "hf-saved", "hf-hub", "python-stdlib", "megatron", "npy")
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who a message can be from."""
+
+_MESSAGE = ("role", "content", "reasoning_content", *(f"role.{role}" for role in ROLES))
+FIELDS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "messages": ("messages", "tools"),
+    "prompt-completion": ("prompt", "completion", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "margin", "answers", "scores", "tools"),
+    "labels": ("prompt", "completion", "label", "score", "tools"),
+    "steps": ("prompt", "steps", "labels", "tools"),
+}
+"""Fields of a row, by format."""
+
 
 class TokenizerSection(Section):
     """How text becomes ids."""
@@ -52,7 +66,20 @@ class DataSection(Section):
         "rejected answers; a prompt, an answer and a label; a prompt and an answer in labelled steps",
     )
     fields: dict[str, str] = field(
-        {}, help="where rows name them otherwise: our field to theirs, as in messages = conversations"
+        {},
+        help="where rows name them otherwise: our field to theirs, as in messages = conversations, role = from, "
+        '"role.user" = human',
+    )
+    as_chat: bool = field(
+        False,
+        help="texts of prompts and answers are messages of a user and the assistant, written by the chat template; "
+        "without it they are plain text, and the end-of-document token follows",
+    )
+    template_values: dict[str, Any] = field({}, help="values for the chat template, as in enable_thinking = false")
+    date: str = field(
+        "2026-01-01",
+        help="the day that a chat template takes for today (year-month-day), so that text built twice is the same",
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
     )
     max_refused: float = field(
         0.0, help="share of rows that may be refused (and are counted) before the build ends", ge=0, lt=1

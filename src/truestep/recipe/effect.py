@@ -55,6 +55,7 @@ def _has_text_field(section: DataSection) -> bool:
     return section.source in ("jsonl", "parquet", "hf-saved", "hf-hub") or (is_import_path(section.source) and given)
 
 
+_OF_ROWS = ("fields", "max_refused", "template_values", "date")
 _OF_OWN_MODULE = {"module", "options", "vocab_size", "max_context"}
 
 RULES: dict[type[Section], tuple[Rule, ...]] = {
@@ -73,7 +74,8 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
             'packing = "best-fit", or another format than text',
             ("format", "packing"),
         ),
-        Rule(("fields", "max_refused"), lambda s: s.format != "text", "another format than text", ("format",)),
+        _when("format", "prompt-completion", "preference", "labels", "steps")("as_chat"),
+        Rule(_OF_ROWS, lambda s: s.format != "text", "another format than text", ("format",)),
         _when("split", "train", "heldout")("holdout"),
         Rule(("text_field",), _has_text_field, "a source with named fields and plain text", ("format", "source")),
         Rule(("storage_options",), lambda s: _remote(s.path), "a path with a URL", ("path",)),

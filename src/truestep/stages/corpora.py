@@ -16,7 +16,7 @@ from truestep.data.sample import make_tokenizer
 from truestep.data.sample_packing import Supervision
 from truestep.data.sample_store import SampleStore, Store, open_store
 from truestep.data.sources.registry import open_source
-from truestep.data.tokenizer import Tokenizer, load_tokenizer
+from truestep.data.tokenizer import FILES, Tokenizer, load_tokenizer
 from truestep.errors import DataError
 from truestep.files import canonical, publish
 from truestep.imports import is_import_path, source_code
@@ -78,7 +78,7 @@ class Corpora:
             _record(context, folders | {"": self.tokenizer_dir.name})
 
     def training(self, stage: Stage) -> list[Corpus]:
-        return [self._corpus(stage, item) for item in mixture(stage)]
+        return [self._corpus(stage, item) for item in [*mixture(stage), *stage.remember.replay]]
 
     def held_out(self, stage: Stage) -> Corpus | None:
         return self._corpus(stage, MixtureItem(data=stage.evaluate.data)) if stage.evaluate else None
@@ -104,7 +104,9 @@ def mixture(stage: Stage) -> list[MixtureItem]:
 
 def stage_data(stage: Stage) -> list[str]:
     """Names of the data sections that a stage reads, each once."""
-    names = [item.data for item in mixture(stage)] + ([stage.evaluate.data] if stage.evaluate else [])
+    names = [item.data for item in [*mixture(stage), *stage.remember.replay]] + (
+        [stage.evaluate.data] if stage.evaluate else []
+    )
     return list(dict.fromkeys(names))
 
 
@@ -115,11 +117,14 @@ def build_tokenizer(recipe: Recipe, folder: Path, say: Say) -> Path:
     data = [recipe.data[name] for name in names] if section.kind == "train-bpe" else []
     inputs = [_inputs(recipe, name) for name in names] if data else []
     wanted = [section.model_dump(mode="json"), [_content(one) for one in data], inputs, _stamp(section.path)]
+    start = recipe.stages[0].start if section.kind == "start" else None
+    if start or section.chat_template:
+        wanted += [start, [_stamp(str(Path(start or "", name))) for name in FILES], _stamp(section.chat_template)]
     path = folder / f"tokenizer-{digest(canonical(wanted))[:12]}"
     if not (path / "tokenizer.json").exists():
         if section.kind == "train-bpe":
             say(f"tokenizer: training a byte-level BPE of {section.vocab_size:,} ids on {', '.join(names)}")
-        make_tokenizer(section, data, _cache(recipe)).save(path)
+        make_tokenizer(section, data, _cache(recipe), start).save(path)
     return path
 
 

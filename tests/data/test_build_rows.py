@@ -170,3 +170,16 @@ def test_a_source_of_text_cannot_give_rows(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match="rows"):
         build(DataSection(source="text", path=str(tmp_path / "a.txt"), format="messages"), BYTES, tmp_path / "s")
+
+
+def test_shards_of_another_format_are_not_taken_up(corpus: Path, tmp_path: Path):
+    out = tmp_path / "s"
+
+    def interrupt(progress: build_module.Progress) -> None:
+        if progress.shards_done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(section(corpus, fields={"completion": "prompt", "prompt": "completion"}), BYTES, out, progress=interrupt)
+    assert (tmp_path / "s.building").exists()
+    assert texts(build_samples(section(corpus), out))[0] == whole(row(0))

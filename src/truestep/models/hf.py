@@ -10,13 +10,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
+from torch import nn
 
 from truestep.errors import ModelError
 from truestep.models.hf_config import section_from_config
 from truestep.models.hf_names import hf_parts
 from truestep.models.hf_pieces import hf_pieces
+from truestep.models.hf_quantised import cast_inputs, dequantised
 from truestep.models.roles import SCORE
 from truestep.numerics.pieces import Piece, find_aliases, piece_of
+from truestep.numerics.quantised.scheme import Scheme, from_config
 from truestep.recipe.model import ModelSection
 
 INDEX = "model.safetensors.index.json"
@@ -53,6 +56,22 @@ def check_directory(directory: Path, context: int) -> ModelSection:
             f"context is {context}; shorten the rows."
         )
     return section
+
+
+def read_scheme(directory: Path) -> Scheme | None:
+    """How the weights of a directory are quantised; None: not at all."""
+    file = directory / "config.json"
+    given = read_json(file).get("quantization_config")
+    return None if given is None else from_config(given, str(file))
+
+
+def cast_as_stored(directory: Path, model: nn.Module) -> None:
+    """Let a model on one device cast inputs of products where the quantised one of the directory does."""
+    scheme = read_scheme(directory)
+    if scheme is not None and scheme.inputs != "high":
+        with _open_shards(directory, as_stored=True) as found:
+            slices = {name: stored.slices for name, stored in found.items()}
+            cast_inputs(model, read_section(directory), scheme, slices)
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
@@ -119,8 +138,8 @@ class _Stored:
 
 
 @contextmanager
-def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
-    """Every tensor of the directory by its name."""
+def _open_shards(directory: Path, as_stored: bool = False) -> Iterator[dict[str, _Stored]]:
+    """Every tensor of the directory by its name; quantised weights decoded, unless `as_stored`."""
     index = directory / INDEX
     files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     with ExitStack() as stack:
@@ -140,6 +159,10 @@ def _open_shards(directory: Path) -> Iterator[dict[str, _Stored]]:
             if target not in found:
                 raise ModelError(f"{directory} says that {name} is {target}, which it lacks; fetch the model again.")
             found[name] = _Stored(found[target].slices, target)
+        scheme = None if as_stored else read_scheme(directory)
+        if scheme is not None:
+            slices = {name: stored.slices for name, stored in found.items()}
+            found = {name: _Stored(one) for name, one in dequantised(slices, scheme, directory).items()}
         yield found
 
 

@@ -10,6 +10,7 @@ _NO_EFFECT = frozenset(
     | {"pretraining_tp", "max_window_layers", "use_sliding_window", "_sliding_window_pattern", "unsloth_version"}
     | {"id2label", "label2id", "problem_type", "return_dict", "output_hidden_states", "output_attentions"}
     | {"chunk_size_feed_forward", "is_encoder_decoder"}
+    | {"quantization_config"}  # of how weights are stored, not of what is computed: read_scheme
     # of models with experts: what only their training reads, and modules for further tokens, whose weights lie apart
     | {"router_aux_loss_coef", "output_router_logits", "aux_loss_alpha", "seq_aux", "ep_size"}
     | {"num_nextn_predict_layers", "num_mtp_layers"}

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,45 @@ def save_hf(
     return num_bytes
 
 
+def save_stored(
+    directory: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    section: ModelSection,
+    *,
+    dtype: torch.dtype,
+    config: Mapping[str, Any],
+    tokenizer_dir: Path | None = None,
+    generation: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """The same of tensors under the names and in the dtypes that the files are to have. One process calls this.
+    `config` is added to config.json, and `dtype` the one that it names: that of the weights once they are decoded."""
+    writer = _Writer(directory, {}, None, shard_bytes, config)
+    try:
+        for name, tensor in tensors:
+            writer.add(name, tensor)
+        writer.kept = dtype
+        writer.finish(section, tokenizer_dir, generation or {})
+    finally:
+        writer.clear()
+    if writer.problem is not None:
+        raise ModelError(writer.problem)
+    return writer.num_bytes
+
+
 class _Writer:
     """Rank 0's side: groups tensors into files, each as large as `shard_bytes` allows (a larger tensor has one of its
     own). After the first failed write, whose sentence is `problem`, it takes everything and does nothing."""
 
-    def __init__(self, directory: Path, aliases: dict[str, str], dtype: torch.dtype | None, shard_bytes: int):
-        self.directory, self.dtype, self.shard_bytes = directory, dtype, shard_bytes
+    def __init__(
+        self,
+        directory: Path,
+        aliases: dict[str, str],
+        dtype: torch.dtype | None,
+        shard_bytes: int,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self.directory, self.dtype, self.shard_bytes, self.config = directory, dtype, shard_bytes, config or {}
         self.partial = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}.partial"
         self.metadata = {"format": "pt"} | ({ALIASES: json.dumps(aliases)} if aliases else {})
         self.held: dict[str, torch.Tensor] = {}
@@ -132,7 +165,9 @@ class _Writer:
             _write_json(partial / INDEX, {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map})
         ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
         dtype = str(self.kept or torch.float32).removeprefix("torch.")
-        _write_json(partial / "config.json", config_from_section(section) | ids | {"torch_dtype": dtype})
+        _write_json(
+            partial / "config.json", config_from_section(section) | ids | {"torch_dtype": dtype} | dict(self.config)
+        )
         if generation:
             _write_json(partial / "generation_config.json", dict(generation))
         for file in TOKENIZER_FILES:

@@ -9,7 +9,7 @@ from truestep.errors import ModelError
 from truestep.models.build import build_model
 from truestep.models.decoder import Decoder
 from truestep.models.foreign import ForeignModel
-from truestep.models.hf import load_hf, read_json, read_section
+from truestep.models.hf import cast_as_stored, load_hf, read_json, read_section
 from truestep.recipe.model import ModelSection
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,6 +29,7 @@ def load_model(
     model = build_model(section, section.vocab_size).to(dtype or stored_dtype(directory))
     model = model.to_empty(device=device) if isinstance(model, Decoder) else model.to(device)
     load_hf(directory, tensors_of(model))
+    cast_as_stored(directory, model)
     return model
 
 

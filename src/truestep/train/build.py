@@ -28,6 +28,7 @@ from truestep.plan.split import stage_layers
 from truestep.recipe.machine import Machine
 from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
+from truestep.train.average import Average
 from truestep.train.low_precision import compute_low
 from truestep.train.recomputation import recomputed
 from truestep.train.state import TrainState
@@ -152,6 +153,7 @@ def assemble(
         seed=seed,
         own_weight=is_import_path(stage.loss.kind) or stage.kind != "pretrain",
         counters=job.counters,
+        average=Average.of(parallel, stage.remember.ema) if stage.remember.ema else None,
     )
 
 

@@ -1,6 +1,7 @@
 """Everything that a stage's training consists of at one moment, and how it becomes a checkpoint and comes back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from truestep.recipe.stage import Optim
 from truestep.runlog.counters import Counters
 from truestep.sentinel.spikes import SpikeWatch
 from truestep.sentinel.statistics import Statistics
+from truestep.train.average import Average
 from truestep.train.digests import Digests
 from truestep.train.guard import Guard
 
@@ -34,7 +36,7 @@ class TrainState:
     ranks. `before`: what adds columns to a microbatch that is on its device, before its forward pass: models beside
     this one that take no gradient. `recomputed`: what each block of the whole model recomputes, by its number, where
     that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at
-    those of its shards. `before_update` is called before the optimizer changes anything, for whoever reads the state
+    those of its shards. `average`: of the weights, where that is to be kept. `before_update` is called before the optimizer changes anything, for whoever reads the state
     until then."""
 
     job: Job
@@ -62,6 +64,7 @@ class TrainState:
     statistics: Statistics | None = None
     counters: Counters = field(default_factory=Counters)
     shares: Shares | None = None
+    average: Average | None = None
     before_update: Callable[[], None] | None = None
 
     def number(self, index: int, data_rank: int) -> int:
@@ -85,6 +88,8 @@ class TrainState:
             for name, states in self.optimizer.state_by_param().items()
             for key, value in states.items()
         }
+        averages = {} if self.average is None else self.average.values
+        optimizer |= {f"optim.{name}.average": replace(model[name], local=value) for name, value in averages.items()}
         kept = {} if self.exact is None else self.exact.state_tensors()
         scales = {name: piece_of(value).owned_if(self.job.first) for name, value in kept.items()}
         return {f"model.{name}": piece for name, piece in model.items()} | optimizer | scales
@@ -93,7 +98,23 @@ class TrainState:
         """Names of tensors that change in the optimizer's update only: parameters and their optimizer state."""
         parameters = self.parallel.named_parameters()
         optimizer = [f"optim.{name}.{key}" for name, kept in self.optimizer.state_by_param().items() for key in kept]
-        return [*(f"model.{name}" for name in parameters), *optimizer]
+        averages = [] if self.average is None else [f"optim.{name}.average" for name in self.average.values]
+        return [*(f"model.{name}" for name in parameters), *optimizer, *averages]
+
+    def result(self) -> dict[str, Piece]:
+        """The model that the stage gives: its weights, or their average."""
+        return self.parallel.pieces() if self.average is None else self.average.pieces()
+
+    @contextmanager
+    def as_result(self) -> Iterator[None]:
+        """While the model computes as the one that the stage would give by now."""
+        if self.average is None:
+            yield
+            return
+        if self.before_update is not None:
+            self.before_update()
+        with self.average.in_place():
+            yield
 
     def extra(self) -> dict[str, Any]:
         """The rest of the state, as JSON. Random streams are derived from the seed, which is their state."""

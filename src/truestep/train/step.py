@@ -106,6 +106,8 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
         state.optimizer.set_lr_factor(factor(state.section.schedule, state.updates, state.steps))
         state.optimizer.step()
         parallel.updated()
+        if state.average is not None:
+            state.average.update()
         state.updates += 1
     if divisor:
         state.scaler.update(finite=judgement.fault == "spike" or taken)

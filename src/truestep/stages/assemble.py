@@ -31,7 +31,7 @@ from truestep.stages.corpora import Corpora
 from truestep.stages.epochs import in_tokens
 from truestep.stages.measure import measure_precision
 from truestep.stages.starts import Start, load_into, starting_point
-from truestep.stages.teachers import teach
+from truestep.stages.teachers import remember, teach
 from truestep.train.build import build
 from truestep.train.digests import Digests
 from truestep.train.evaluate import HeldOut, Text, evaluate_loss, evaluate_with_gap
@@ -111,6 +111,7 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
         limits=Limits.of(recipe, section),
     )
     teach(context, stage, state, section, precision, corpora.tokenizer)
+    remember(context, stage, state, start, precision)
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
     state.spikes = SpikeWatch(recipe.sentinel.spikes)
@@ -194,6 +195,7 @@ def evaluate_on(
     lengths = torch.from_numpy(tokenizer.byte_lengths())
     complete = not limit and num_bytes is not None and corpus.packing == "split" and isinstance(store, TokenStore)
     text = Text(lengths, num_bytes or 0, store.num_documents, complete)
-    if stage.kind in BY_LOSS:
-        return evaluate_loss(state.parallel, state.job, batches(), state.loss, state.before)
-    return evaluate_with_gap(state.parallel, state.job, batches, text)
+    with state.as_result():
+        if stage.kind in BY_LOSS:
+            return evaluate_loss(state.parallel, state.job, batches(), state.loss, state.before)
+        return evaluate_with_gap(state.parallel, state.job, batches, text)

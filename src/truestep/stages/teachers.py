@@ -5,6 +5,8 @@ from functools import partial
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import ModelError
 from truestep.losses.distill import HIDDEN, Distillation
+from truestep.losses.remember import HIDDEN as REMEMBERED
+from truestep.losses.remember import Remembering
 from truestep.models.build import build_model
 from truestep.models.hf import read_section
 from truestep.models.load import tensors_of
@@ -13,6 +15,7 @@ from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
 from truestep.stages.starts import Start, load_into, open_start
+from truestep.train.build import HEAD_CHUNK_TOKENS
 from truestep.train.frozen import Frozen, HiddenStates, freeze
 from truestep.train.state import TrainState
 
@@ -27,6 +30,18 @@ def teach(
     section = check_teacher(stage, teacher, student, tokenizer)
     frozen = frozen_model(context, stage, teacher, section, state, precision)
     state.before.append(HiddenStates(frozen, HIDDEN, state.loss))
+
+
+def remember(context: Context, stage: Stage, state: TrainState, start: Start | None, precision: str) -> None:
+    """Let the stage's start pull at its loss, where remember.kl asks for that. Collective."""
+    if not stage.remember.kl:
+        return
+    assert start is not None
+    machine, device = context.recipe.machine, context.job.device.type
+    chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[device]
+    frozen = frozen_model(context, stage, start, read_section(start.directory), state, precision)
+    state.loss = loss = Remembering(state.loss, stage.remember.kl, chunk)
+    state.before.append(HiddenStates(frozen, REMEMBERED, loss))
 
 
 def teacher_of(context: Context, stage: Stage) -> Start:

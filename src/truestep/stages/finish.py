@@ -70,7 +70,7 @@ def phase(context: Context, stage: Stage, name: str) -> Iterator[None]:
 def export(context: Context, stage: Stage, done: Finished) -> str:
     """Write the model directory and return the digest of its weights. What an earlier attempt left unfinished goes."""
     directory = context.model_dir(stage.name)
-    tensors = done.state.parallel.pieces()
+    tensors = done.state.result()
     digest = state_digest(tensors)
 
     def clear() -> None:

@@ -4,7 +4,7 @@ Ranks train with the real state and the real step. Their gradients come home who
 which is computed here, in the parent, where no rank's code was ever changed.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -30,6 +30,7 @@ from truestep.models.build import init_weights
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
 from truestep.numerics.pieces import Piece, stream_whole
+from truestep.parallel.apply import Fill
 from truestep.parallel.job import Job
 from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
@@ -205,9 +206,11 @@ def start(
     stage: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
     reduction: str = "fast",
+    prepare: Callable[[nn.Module, Any, Fill, int], Fill] | None = None,
 ) -> TrainState:
     """The state at step 0; with the composition's own weights, or with the first weights of a run. `stage`, `model`:
-    fields that are otherwise than a pretraining stage's, or than the composition's section."""
+    fields that are otherwise than a pretraining stage's, or than the composition's section. `prepare`: what puts the
+    stage's adapters into the model (train.adapt)."""
     begin_job()  # a rank of the pool has been in other worlds than its peers
     control = dist.new_group(backend="gloo") if world > 1 else None
     job = Job(rank, world, rank, world, torch.device("cpu"), "test", control, None)
@@ -229,10 +232,12 @@ def start(
         for name, piece in pieces.items():
             piece.local.copy_(values[name][piece.region])
 
+    asked = Stage(**(fields | dict(stage or {})))
+    fill: Fill = own_values if own else lambda model, pieces: init_weights(model, 3, pieces)
     return build(
-        Stage(**(fields | dict(stage or {}))),
+        asked,
         decoder,
-        own_values if own else lambda model, pieces: init_weights(model, 3, pieces),
+        fill if prepare is None else prepare(decoder, asked.lora, fill, 1),
         job=job,
         machine=one.machine(),
         precision=one.precision,

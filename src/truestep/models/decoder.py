@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
 
 from truestep.models.attention import mask
 from truestep.models.block import Block
 from truestep.models.cache import KVCache
 from truestep.models.context import Rule, rule_of
-from truestep.models.layers import LayerInput, Linear, Parted, RMSNorm
+from truestep.models.layers import LayerInput, Linear, Parted, RMSNorm, Table
 from truestep.models.moe import MoE
 from truestep.models.roles import SCORE, infer_roles
 from truestep.models.rope import Rope
 from truestep.models.router import Router, end_step, take_counts
+from truestep.models.sites import of_map, of_table, sites_of_blocks
 from truestep.numerics.axis import Axes
 from truestep.numerics.head import HeadInput, Scores
+from truestep.numerics.low_rank import Site
 from truestep.numerics.pieces import Split, span
 from truestep.numerics.roles import Role
 from truestep.recipe.model import ModelSection
@@ -58,7 +59,7 @@ class Decoder(nn.Module):
     it serves as the head, for whoever keeps the gradients of the two uses apart.
     """
 
-    embed: nn.Embedding | None
+    embed: Table | None
     norm: RMSNorm | None
     backward_twice = False
     second_use: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -66,7 +67,7 @@ class Decoder(nn.Module):
     def __init__(self, section: ModelSection):
         super().__init__()
         self.section = section
-        self.embed = nn.Embedding(section.vocab_size, section.hidden_size)
+        self.embed = Table(section.vocab_size, section.hidden_size)
         self.blocks = Blocks({layer: Block(section, layer) for layer in range(section.num_layers)})
         self.norm = RMSNorm(section.hidden_size, section.norm_eps, bool(section.norm_offset))
         if section.scores:
@@ -96,6 +97,7 @@ class Decoder(nn.Module):
         for prefix, module in self.named_modules():
             if isinstance(module, Parted):
                 table |= {f"{prefix}.{name}": split for name, split in module.splits().items()}
+        table |= {name: split for site in self.sites() for name, split in site.splits(table.get(site.weight)).items()}
         return {name: table[name] for name, _ in self.named_parameters() if name in table}
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
@@ -103,7 +105,7 @@ class Decoder(nn.Module):
         self.blocks = Blocks({layer: self.blocks[layer] for layer in layers})
         if last and not first and self.section.tie_embeddings:
             assert self.embed is not None
-            self.head_mirror = nn.Parameter(torch.empty_like(self.embed.weight))
+            self.head_mirror = nn.Parameter(torch.empty_like(self.embed.weight), self.embed.weight.requires_grad)
         if not first:
             self.embed = None
         if not last:
@@ -157,12 +159,7 @@ class Decoder(nn.Module):
         """Hidden states of this rank's part of the sequence."""
         assert self.embed is not None
         tp, device = self.axes.tp, tokens_BT.device.type
-        if tp.size == 1:
-            x_BTD = self.embed(tokens_BT)
-        else:
-            first, stop = span(self.section.vocab_size, tp.size, tp.rank)
-            own_BT = (tokens_BT >= first) & (tokens_BT < stop)
-            x_BTD = embedding((tokens_BT - first) * own_BT, self.embed.weight) * own_BT[..., None]
+        x_BTD = self.embed.rows_of(tokens_BT, tp)
         if torch.is_autocast_enabled(device):  # the residual stream is what FSDP2's mixed precision makes it
             x_BTD = x_BTD.to(torch.get_autocast_dtype(device))
         x_BTD = tp.scatter_sum(x_BTD, 1)
@@ -173,15 +170,22 @@ class Decoder(nn.Module):
     def _table(self) -> torch.Tensor:
         """This rank's rows of the output matrix."""
         if not self.section.tie_embeddings:
-            return self.head.weight
+            return self.head.whole()
         if self.embed is None:
             return self.head_mirror
-        return self.embed.weight if self.second_use is None else self.second_use(self.embed.weight)
+        return self.embed.whole() if self.second_use is None else self.second_use(self.embed.weight)
 
     def roles(self) -> dict[str, Role]:
         """What each parameter is for, by name."""
         found = infer_roles(self, self.section.vocab_size)
         return found | ({SCORE: Role.HEAD} if SCORE in found else {})
+
+    def sites(self) -> list[Site]:
+        """Weights of this part of the model that can have adapters. A tied table is one, of the group embeddings."""
+        found = [] if self.embed is None else [of_table("embed", self.embed)]
+        found += sites_of_blocks(dict(self.blocks.named_children()))
+        has_head = self.norm is not None and not self.section.tie_embeddings and not self.section.scores
+        return [*found, of_map("head", self.head, "head")] if has_head else found
 
     def moes(self) -> dict[int, MoE]:
         """Blocks with experts, by their number in the whole model; `dispatch` is their seam of expert parallelism."""

@@ -8,10 +8,11 @@ was not placed is whole.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from itertools import chain, islice
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, linear, rms_norm, silu
+from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
 
 from truestep.models.attention import attend, kv_share
 from truestep.models.cache import KVCache
@@ -19,6 +20,7 @@ from truestep.models.context import Core, Rule, core_of
 from truestep.models.rope import RopeTables
 from truestep.numerics.axis import Axes, Axis
 from truestep.numerics.fused import gathered_products, product_scattered
+from truestep.numerics.low_rank import Adapted
 from truestep.numerics.pieces import Split, span
 from truestep.recipe.model import ModelSection
 
@@ -51,23 +53,36 @@ class Parted(nn.Module, ABC):
 class Linear(nn.Linear):
     """y = x Wᵀ + b. `product` is the seam of low precision: (x, W) -> x Wᵀ. `after` is what is done with the product
     before the bias is added, which must not be added once a rank; `fused` is both in one, where there is no `product`.
-    `rows`: the outputs that are wanted."""
+    `rows`: the outputs that are wanted. `lora`: adapters, whose product is added to that of the weight."""
 
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
     rows: slice | None = None
 
+    def __init__(self, inputs: int, outputs: int, bias: bool = True):
+        super().__init__(inputs, outputs, bias)
+        self.lora: Adapted | None = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.wanted()
         if self.after is None and self.product is None:
-            return linear(x, weight, bias)
+            return self._adapted(linear(x, weight, bias), x)
         if self.fused is not None and self.product is None:
             y = self.fused(x, weight)
+            if self.lora is not None and self.after is not None:
+                y = y + self.lora.up([self.after(low) for low in self.lora.down(x)])
         else:
-            y = (self.product or linear)(x, weight)
+            y = self._adapted((self.product or linear)(x, weight), x)
             y = y if self.after is None else self.after(y)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y if self.lora is None else y + self.lora(x, self.rows)
+
+    def whole(self) -> torch.Tensor:
+        """The weight with what the adapters add."""
+        return self.weight if self.lora is None else self.weight + self.lora.delta()
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the outputs that are wanted."""
@@ -81,12 +96,42 @@ class Linear(nn.Linear):
         self.fused = (lambda x, weight: product_scattered(x, weight, axis, 1)) if axis.fuses else None
 
 
+class Table(nn.Embedding):
+    """A table of tokens. `lora`: adapters, whose rows are added to its own."""
+
+    def __init__(self, num_tokens: int, size: int):
+        super().__init__(num_tokens, size)
+        self.lora: Adapted | None = None
+
+    def rows_of(self, tokens_BT: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """Of the tokens whose rows this rank of the axis has; 0 for others."""
+        if axis.size == 1:
+            x_BTD = self(tokens_BT)
+            return x_BTD if self.lora is None else x_BTD + self.lora.looked_up(tokens_BT)
+        first, stop = span(self.num_embeddings, axis.size, axis.rank)
+        own_BT = (tokens_BT >= first) & (tokens_BT < stop)
+        local_BT = (tokens_BT - first) * own_BT
+        x_BTD = embedding(local_BT, self.weight) * own_BT[..., None]
+        return x_BTD if self.lora is None else x_BTD + self.lora.looked_up(local_BT, own_BT)
+
+    def whole(self) -> torch.Tensor:
+        """This rank's rows with what the adapters add."""
+        return self.weight if self.lora is None else self.weight + _transposed(self.lora.delta())
+
+
+def _transposed(x: torch.Tensor | float) -> torch.Tensor | float:
+    return x.t() if isinstance(x, torch.Tensor) else x
+
+
 def of_whole(x_BTD: torch.Tensor, axis: Axis, *maps: Linear) -> list[torch.Tensor]:
     """Each map of the whole sequence, of which `x_BTD` is this rank's part along the axis."""
-    if axis.fuses and all(one.product is None for one in maps):
+    if axis.fuses and all(one.product is None and not (one.lora is not None and one.lora.drops) for one in maps):
         weights, biases = zip(*(one.wanted() for one in maps))
-        products = gathered_products(x_BTD, weights, axis, 1)
-        return [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases)]
+        low = [[] if one.lora is None else one.lora.matrices() for one in maps]
+        products = iter(gathered_products(x_BTD, [*weights, *chain(*low)], axis, 1))
+        found = [y if bias is None else y + bias.to(y.dtype) for y, bias in zip(islice(products, len(maps)), biases)]
+        lows = [list(islice(products, len(matrices))) for matrices in low]
+        return [y if one.lora is None else y + one.lora.up(low, one.rows) for y, one, low in zip(found, maps, lows)]
     x_BTD = axis.gather(x_BTD, 1)
     return [one(x_BTD) for one in maps]
 

@@ -15,6 +15,7 @@ from truestep.models.layers import GatedMLP, Parted
 from truestep.models.router import Router
 from truestep.numerics.axis import Axes
 from truestep.numerics.grouping import Grouping, combine, group, permute, spread
+from truestep.numerics.low_rank import Adapted
 from truestep.numerics.pieces import Split
 from truestep.recipe.model import ModelSection
 
@@ -57,22 +58,32 @@ class LocalDispatch:
 
 class Experts(nn.Module):
     """The routed experts of this rank, stacked. `product` is the seam of low precision, as that of Linear: (rows_MD,
-    weight_EFD, ends_E) -> each row times the transposed weight of its expert."""
+    weight_EFD, ends_E) -> each row times the transposed weight of its expert. `lora`: adapters of the three, by name.
+    """
 
     product: GroupedProduct | None = None
 
     def __init__(self, num_experts: int, hidden_size: int, expert_size: int, tanh: bool):
         super().__init__()
+        self.sizes = num_experts, expert_size, hidden_size
         self.gate = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.up = nn.Parameter(torch.empty(num_experts, expert_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, expert_size))
+        self.lora = nn.ModuleDict()
         self.tanh = tanh
 
     def forward(self, rows_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        product = self.product or grouped_product
-        gate = product(rows_MD, self.gate, ends_E)
+        gate = self._product(rows_MD, "gate", ends_E)
         active = gelu(gate, approximate="tanh") if self.tanh else silu(gate)
-        return product(active * product(rows_MD, self.up, ends_E), self.down, ends_E)
+        return self._product(active * self._product(rows_MD, "up", ends_E), "down", ends_E)
+
+    def _product(self, rows: torch.Tensor, name: str, ends_E: torch.Tensor) -> torch.Tensor:
+        y = (self.product or grouped_product)(rows, self.get_parameter(name), ends_E)
+        if name not in self.lora:
+            return y
+        adapted = self.lora[name]
+        assert isinstance(adapted, Adapted)
+        return y + adapted.grouped(rows, ends_E, grouped_product)
 
 
 class MoE(Parted):

@@ -4,6 +4,7 @@ from torch import nn
 
 from truestep.models.moe import Experts
 from truestep.models.router import Router
+from truestep.numerics.low_rank import LowRank
 from truestep.numerics.roles import Role
 
 SCORE = "score.weight"
@@ -36,7 +37,7 @@ def _role(module: nn.Module, name: str, parameter: nn.Parameter, tables: set[int
         return Role.NORM if is_norm and name != "bias" else Role.BIAS
     if isinstance(module, Router):
         return Role.ROUTER
-    if isinstance(module, Experts):
+    if isinstance(module, Experts | LowRank):
         return Role.MATRIX
     if isinstance(module, nn.Linear) and parameter.ndim == 2:
         return Role.HEAD if module.out_features == vocab_size else Role.MATRIX

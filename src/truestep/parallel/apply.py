@@ -245,6 +245,7 @@ def _shard(
     options = {"mp_policy": policy, "ignored_params": ignored}
     if experts:
         holders = {name.rpartition(".")[0] for name in experts if name in parameters}
+        holders -= {one for one in holders for other in holders if one.startswith(f"{other}.")}  # adapters' are in them
         num_shards = groups.degrees.edp
         for holder in holders:
             fully_shard(

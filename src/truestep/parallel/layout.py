@@ -54,9 +54,8 @@ def cut(model: nn.Module, splits: Mapping[str, Split], axes: Mapping[str, Axis])
             part = [stop - first if dim == split.dim else n for dim, n in enumerate(shape)]
             path, _, last = name.rpartition(".")
             assert parameter.is_meta, f"{name} has memory already"
-            setattr(
-                model.get_submodule(path), last, nn.Parameter(torch.empty(part, dtype=parameter.dtype, device="meta"))
-            )
+            mine = torch.empty(part, dtype=parameter.dtype, device="meta")
+            setattr(model.get_submodule(path), last, nn.Parameter(mine, parameter.requires_grad))
         regions[name] = Region(shape, tuple(start))
     return regions
 

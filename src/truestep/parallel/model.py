@@ -43,6 +43,8 @@ class Mirror:
 
     def bring_gradient(self) -> None:
         """Add the copy's gradient to the owner's."""
+        if not any(parameter.requires_grad for parameter in (self.owner, self.copy) if parameter is not None):
+            return
         there = None if self.copy is None else local(_gradient(self.copy))
         if self.owner is None:
             _move(there, self.axis, *reversed(self.ranks))
@@ -120,6 +122,11 @@ class Parallel:
         """This rank's parameters by their names in the whole model; the copy of a tied table is none."""
         named = {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
         return {name: parameter for name, parameter in named.items() if name != MIRROR}
+
+    @property
+    def frozen(self) -> set[str]:
+        """Names of this rank's parameters that take no gradient."""
+        return {name for name, parameter in self.named_parameters().items() if not parameter.requires_grad}
 
     def compute(self) -> AbstractContextManager:
         """The precision that forward runs in: master weights stay as they are, products are of `dtype`."""

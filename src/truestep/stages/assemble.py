@@ -30,8 +30,9 @@ from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.epochs import in_tokens
 from truestep.stages.measure import measure_precision
-from truestep.stages.starts import Start, load_into, starting_point
+from truestep.stages.starts import Start, files_digest, load_into, starting_point
 from truestep.stages.teachers import remember, teach
+from truestep.train.adapt import adapt
 from truestep.train.build import build
 from truestep.train.digests import Digests
 from truestep.train.evaluate import HeldOut, Text, evaluate_loss, evaluate_with_gap
@@ -98,6 +99,8 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     check_fit(stage, section, model)
     names = list(tensors_of(model))
     fill = partial(load_into, start.directory, names) if start else partial(first_weights, recipe.run.seed)
+    if stage.lora is not None:
+        fill = adapt(model, stage.lora, fill, recipe.run.seed)
     state = build(
         stage,
         model,
@@ -110,6 +113,8 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
         numerics=recipe.numerics,
         limits=Limits.of(recipe, section),
     )
+    if stage.lora is not None and start:
+        state.base = context.job.agree(f"base/{stage.name}", partial(files_digest, start.directory))
     teach(context, stage, state, section, precision, corpora.tokenizer)
     remember(context, stage, state, start, precision)
     held_out = corpora.held_out(stage)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
 from torch import nn
 
 from truestep.models.hf import load_hf
@@ -12,6 +13,8 @@ from truestep.models.hub import fetch, is_hub_id
 from truestep.numerics.pieces import Piece
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
+
+_BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,17 @@ def open_start(context: Context, where: str, key: str) -> Start:
 
     directory, pinned = context.job.agree(key, get)
     return Start(Path(directory), pinned)
+
+
+def files_digest(directory: Path) -> str:
+    """xxh3-128 (hex) over the names and bytes of a model directory's weights, as they are on disk."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def load_into(directory: Path, names: list[str], model: nn.Module, pieces: Mapping[str, Piece]) -> None:

@@ -17,7 +17,7 @@ from truestep.numerics.precision import DTYPES
 from truestep.numerics.uses import as_use
 from truestep.optim.build import build_optimizer
 from truestep.optim.scaler import LossScaler
-from truestep.parallel.apply import TABLE, Fill, PipelineSettings, Splittable, parallelize
+from truestep.parallel.apply import TABLE, Fill, PipelineSettings, Splittable, is_small, parallelize
 from truestep.parallel.exact import Exact
 from truestep.parallel.exact_model import reduce_exactly
 from truestep.parallel.job import Job
@@ -28,6 +28,7 @@ from truestep.plan.split import stage_layers
 from truestep.recipe.machine import Machine
 from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
+from truestep.train.adapt import hold_low, place_dropout
 from truestep.train.average import Average
 from truestep.train.low_precision import compute_low
 from truestep.train.recomputation import recomputed
@@ -53,15 +54,19 @@ def build(
 ) -> TrainState:
     """`model` lies on the meta device; `fill(model, pieces)` gives the pieces that this rank holds their first values.
 
-    `precision` is the compute dtype; parameters are fp32, or float64 where everything is. `limits`: what the model and
-    the rows allow of a mesh. Raises UserError for a mesh that they do not allow, or what only a GPU has without one.
+    `precision` is the compute dtype; parameters are fp32, or float64 where everything is; what is frozen beside
+    adapters is held in it. `limits`: what the model and the rows allow of a mesh. Raises UserError for a mesh that they
+    do not allow, or what only a GPU has without one.
     """
     require_gpu(machine, job.device)
     if precision == "float64":
         model = model.double()
     numerics = numerics or Numerics()
     exact = numerics.reduction == "exact"
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if stage.lora is not None:
+        roles = model.roles()  # pyright: ignore[reportCallIssue]
+        hold_low(model, DTYPES[precision], lambda name, shape: is_small(roles[name], shape))
     degrees = resolve(machine.mesh, job.world, limits)
     chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
     modes = recomputed(model, stage, machine, degrees, precision, chunk)
@@ -81,6 +86,8 @@ def build(
     )
     if numerics.low_precision is not None:
         compute_low(parallel, numerics.low_precision, machine.context, stage.context, seed)
+    if stage.lora is not None and stage.lora.dropout:
+        place_dropout(parallel, stage.lora.dropout, machine.context, seed)
     offload = machine.offload_optimizer
     options = {"offload": offload, "alike": exact}
     state = assemble(stage, parallel, job=job, head_chunk_tokens=chunk, seed=seed, steps=steps, **options)
@@ -106,10 +113,10 @@ def require_gpu(machine: Machine, device: torch.device) -> None:
 
 
 def make_exact(parallel: Parallel, names: list[str], job: Job) -> Exact:
-    """Let all sums of gradients be exact. `names`: of the whole model's parameters. A table that is the head's as well
-    has two uses, whose gradients are rounded apart."""
+    """Let all sums of gradients be exact. `names`: of the whole model's trainable parameters. A table that is the
+    head's as well has two uses, whose gradients are rounded apart."""
     part = parallel.parts[0]
-    tied = TABLE if isinstance(part, Decoder) and part.section.tie_embeddings else None
+    tied = TABLE if isinstance(part, Decoder) and part.section.tie_embeddings and TABLE in names else None
     exact = reduce_exactly(parallel, names, job.control, tied=tied, once_a_step=parallel.pipeline is not None)
     parallel.after_backward = exact.sweep
     for part in parallel.parts:

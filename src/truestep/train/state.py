@@ -32,12 +32,13 @@ from truestep.train.guard import Guard
 class TrainState:
     """`step` counts steps of data that were trained on; `updates` counts optimizer steps that were taken (spikes and
     fp16 overflows skip one), and is what the learning-rate schedule goes by. `parent` holds the held-out figures of the
-    start model. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
+    start model; `base` is the digest of its files, where adapters are trained beside its weights, which no checkpoint
+    holds. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
     ranks. `before`: what adds columns to a microbatch that is on its device, before its forward pass: models beside
     this one that take no gradient. `recomputed`: what each block of the whole model recomputes, by its number, where
     that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at
-    those of its shards. `average`: of the weights, where that is to be kept. `before_update` is called before the optimizer changes anything, for whoever reads the state
-    until then."""
+    those of its shards. `average`: of the weights, where that is to be kept. `before_update` is called before the
+    optimizer changes anything, for whoever reads the state until then."""
 
     job: Job
     parallel: Parallel
@@ -58,6 +59,7 @@ class TrainState:
     targets: int = 0
     loader: dict[str, Any] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
+    base: str | None = None
     router_metrics: list[str] | None = None
     digests: Digests | None = None
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
@@ -83,6 +85,8 @@ class TrainState:
         """What this rank holds of parameters, of buffers that persist, and of optimizer state, by name: what a
         checkpoint holds as bytes."""
         model = self.parallel.pieces()
+        if self.base is not None:
+            model = {name: piece for name, piece in model.items() if name not in self.parallel.frozen}
         optimizer = {
             f"optim.{name}.{key}": _state_piece(value, model[name])
             for name, states in self.optimizer.state_by_param().items()
@@ -128,7 +132,7 @@ class TrainState:
             "scaler": self.scaler.state(),
             "spikes": self.spikes.state(),
             "parent": self.parent,
-        }
+        } | ({} if self.base is None else {"base": self.base})
 
     def restore(self, extra: dict[str, Any]) -> None:
         """Take over what `extra` said when the tensors were saved (they have been loaded in place)."""
@@ -136,6 +140,11 @@ class TrainState:
         if missing:
             raise CheckpointError(
                 f"the checkpoint's state lacks {', '.join(missing)}; it was written by another program or version"
+            )
+        if self.base is not None and extra["base"] != self.base:
+            raise CheckpointError(
+                f"the checkpoint's adapters were trained beside weights of digest {extra['base']}, but those of the "
+                f"start model are {self.base} now; put that model back, or choose another run.name"
             )
         self.step, self.updates = extra["step"], extra["updates"]
         self.tokens, self.targets = extra["tokens"], extra["targets"]

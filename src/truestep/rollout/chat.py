@@ -1,10 +1,13 @@
 """A conversation with a model, through a chat template."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
+from truestep.data.chat.chat import Chat as ChatFormat
 from truestep.errors import ModelError
-from truestep.rollout.directory import Opened
+from truestep.rollout.directory import Opened, open_model, template_of
 from truestep.rollout.generate import stream_ids
 from truestep.rollout.streaming import TextStream
 
@@ -73,3 +76,28 @@ class Chat:
                 yield piece
         if piece := text.rest():
             yield piece
+
+
+@dataclass(frozen=True)
+class OwnTemplate:
+    """The template that lies beside a model."""
+
+    chat: ChatFormat
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
+        plain = [dict(message) for message in messages]
+        return self.chat.conversation(plain).prompt(len(plain)).tolist()
+
+
+def open_chat(
+    directory: Path,
+    system: str | None = None,
+    *,
+    own_module: str | None = None,
+    device: str = "auto",
+    **options: Any,
+) -> Chat:
+    """Load a model directory. Options: max_new_tokens, temperature, top_p, seed. DataError where the model has no chat
+    template."""
+    opened = open_model(directory, own_module=own_module, device=device)
+    return Chat(opened, OwnTemplate(template_of(opened.tokenizer)), system, **options)

@@ -1,6 +1,7 @@
 """The shards of a build become one store: copies are dropped, and what came in is held against what went out."""
 
 import shutil
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _append(writer: StoreWriter | SampleWriter, part: Part, keep: np.ndarray) ->
 def _check_refused(parts: list[Part], counts: dict[str, Amount], section: DataSection) -> None:
     refused, came = counts.get("refused", Amount()).documents, counts.get("in", Amount()).documents
     if refused > section.max_refused * came:
-        first = next(sentence for part in parts for sentence in part.refused)
+        first = next(sentence for part in parts for sentence in part.refused.sentences)
         raise DataError(
             f"{first} ({refused:,} of {came:,} rows are refused, more than max_refused = {section.max_refused:g}; "
             f"repair them, or raise it)"
@@ -89,7 +90,11 @@ def _check_refused(parts: list[Part], counts: dict[str, Amount], section: DataSe
 
 
 def _refusals(parts: list[Part]) -> dict[str, Any]:
-    return {"refused": [sentence for part in parts for sentence in part.refused][:SENTENCES]}
+    reasons: Counter[str] = Counter()
+    for part in parts:
+        reasons.update(part.refused.reasons)
+    sentences = [sentence for part in parts for sentence in part.refused.sentences]
+    return {"refused": sentences[:SENTENCES], "refused_by_reason": dict(sorted(reasons.items()))}
 
 
 def _counts(parts: list[Part], documents: np.ndarray, copies: dict[str, np.ndarray]) -> dict[str, Amount]:

@@ -41,14 +41,26 @@ class Amount:
 
 
 @dataclass(frozen=True)
+class Refusals:
+    """Sentences on the first rows that were refused, and how many were, by reason."""
+
+    sentences: list[str]
+    reasons: dict[str, int]
+
+    def add(self, reason: str, sentence: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if len(self.sentences) < SENTENCES:
+            self.sentences.append(sentence)
+
+
+@dataclass(frozen=True)
 class Part:
-    """`documents` (DOCUMENT) has a row for each document of the store. `refused`: sentences on the first rows that were
-    refused. Nothing stays open: there may be many parts."""
+    """`documents` (DOCUMENT) has a row for each document of the store. Nothing stays open: there may be many parts."""
 
     folder: Path
     documents: np.ndarray
     counts: dict[str, Amount]
-    refused: list[str]
+    refused: Refusals
 
     def store(self) -> Store:
         return open_store(self.folder)
@@ -99,8 +111,8 @@ class PartWriter:
             with writing(self._folder):
                 self._shingles.write(found.tobytes())
 
-    def finish(self, key: str, counts: dict[str, Amount], refused: list[str]) -> None:
-        """`key` stands for all that decided the part's content; `refused`: sentences on rows that were."""
+    def finish(self, key: str, counts: dict[str, Amount], refused: Refusals) -> None:
+        """`key` stands for all that decided the part's content."""
         signatures = np.array(self._signatures, dtype=np.uint32).reshape(-1, NUM_HASHES)
         with writing(self._folder):
             self._shingles.flush()
@@ -113,7 +125,7 @@ class PartWriter:
                     os.fsync(file.fileno())
                 digests[name] = _digest_of(self._folder / name)
         amounts = {reason: asdict(amount) for reason, amount in counts.items()}
-        self._store.finish({"key": key, "digests": digests, "counts": amounts, "refused": refused})
+        self._store.finish({"key": key, "digests": digests, "counts": amounts, "refused": asdict(refused)})
 
     def __enter__(self) -> "PartWriter":
         self._store.__enter__()
@@ -128,7 +140,7 @@ def open_part(folder: Path) -> Part:
     """A part that this build finished. Its store verifies blocks as they are read."""
     report = open_store(folder).header["report"]
     counts = {reason: Amount(**amount) for reason, amount in report["counts"].items()}
-    return Part(folder, _load(folder / _DOCUMENTS), counts, report["refused"])
+    return Part(folder, _load(folder / _DOCUMENTS), counts, Refusals(**report["refused"]))
 
 
 def is_good(folder: Path, key: str) -> bool:

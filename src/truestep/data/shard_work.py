@@ -13,8 +13,8 @@ import xxhash
 
 from truestep.data.blocks import digest
 from truestep.data.decontaminate import EvaluationRuns
-from truestep.data.parts import SENTENCES, Amount, PartWriter, is_good, writer_of
-from truestep.data.samples import render, row_text
+from truestep.data.parts import Amount, PartWriter, Refusals, is_good, writer_of
+from truestep.data.samples import RowError, render, row_text
 from truestep.data.sources.base import Document, Shard
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 from truestep.errors import DataError
@@ -47,7 +47,9 @@ class Job:
     def key(self, shard: Shard) -> str:
         """Changes with everything that decides the shard's tokens."""
         job = [self.fingerprint, self.split, self.holdout, self.runs_digest, self.ngram, self.near]
-        rows = [self.section.format, self.section.fields, self.section.max_refused]
+        section = self.section
+        rows = [section.format, section.fields, section.max_refused, section.as_chat, section.date]
+        rows.append(section.template_values)
         return digest(canonical([2, *job, *rows, shard.name, shard.stamp]))
 
 
@@ -89,7 +91,7 @@ def do_shard(task: tuple[Job, int, Shard]) -> int:
 def _write(job: Job, shard: Shard, folder: Path) -> None:
     tokenizer, runs = _tokenizer(job.tokenizer, job.fingerprint), _runs(job.runs, job.runs_digest, job.ngram)
     counts = {name: Amount() for name in ("in", "other_split", "empty", "contaminated")}
-    refused: list[str] = []
+    refused = Refusals([], {})
     selected = _selected(shard.documents(), job, tokenizer.byte_lengths(), counts)
     if job.section.format == "text":
         made = (one for batch in _batches(selected) for one in _encoded(batch, tokenizer))
@@ -185,20 +187,20 @@ def _utf8(text: str, origin: str) -> bytes:
 
 
 def _rendered(
-    rows: Iterable[_Selected], section: DataSection, tokenizer: Tokenizer, refused: Amount, sentences: list[str]
+    rows: Iterable[_Selected], section: DataSection, tokenizer: Tokenizer, amount: Amount, refused: Refusals
 ) -> Iterator[_Encoded]:
-    """The units of rows. What is wrong with one is raised where none may be refused, else counted and kept."""
+    """The units of rows. What is wrong with one is raised where none may be refused, else counted and kept; what is
+    wrong with the tokenizer is raised."""
     lengths = tokenizer.byte_lengths()
     for row in rows:
         try:
             units = render(row.document.row or {}, section, tokenizer)
-        except DataError as error:
+        except RowError as error:
             sentence = f"{row.document.origin}: {error}"
             if not section.max_refused:
                 raise DataError(sentence) from error
-            refused.add(1, row.num_bytes, 0)
-            if len(sentences) < SENTENCES:
-                sentences.append(sentence)
+            amount.add(1, row.num_bytes, 0)
+            refused.add(error.reason, sentence)
             continue
         ids = [sample.ids for unit in units for sample in unit]
         bytes_by_ids = sum(int(lengths[one].sum()) for one in ids)

@@ -10,7 +10,7 @@ from truestep.recipe.check_mesh import mesh_problems
 from truestep.recipe.check_model import model_problems
 from truestep.recipe.check_numerics import numerics_problems
 from truestep.recipe.check_stage import has_student, stage_problems
-from truestep.recipe.data import SOURCES, DataSection
+from truestep.recipe.data import FIELDS, MESSAGE_FIELDS, SOURCES, DataSection
 from truestep.recipe.digests import canonical
 from truestep.recipe.dump import toml
 from truestep.recipe.effect import unused
@@ -118,9 +118,13 @@ def _start(stage: Stage, at: str, before: set[str]) -> Iterator[Problem]:
 def _data(recipe: Recipe) -> Iterator[Problem]:
     if recipe.tokenizer.kind == "file" and not recipe.tokenizer.path:
         yield Problem("tokenizer.path", 'is missing, but kind = "file" needs a tokenizer.json, a folder or a hub id.')
+    if recipe.tokenizer.kind == "start" and recipe.stages[0].start == "init":
+        first = f"stages.{recipe.stages[0].name}.start"
+        yield Problem("tokenizer.kind", 'is "start", but the first stage starts from no model; name a file.', (first,))
     shares: dict[str, tuple[str, float]] = {}
     for name, section in recipe.data.items():
         at = f"data.{name}"
+        yield from _fields(f"{at}.fields", section)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
             yield Problem(at, "is not a good name: use letters, digits, - and _ only.")
         yield from _kind(f"{at}.source", section.source, SOURCES)
@@ -138,6 +142,14 @@ def _data(recipe: Recipe) -> Iterator[Problem]:
                     f"trained on; use one value.",
                     (f"{at}.split", f"data.{other}"),
                 )
+
+
+def _fields(at: str, section: DataSection) -> Iterator[Problem]:
+    known = (*FIELDS[section.format], *MESSAGE_FIELDS)
+    for name in section.fields if section.format != "text" else ():
+        if name not in known:
+            text = f"names {name!r}, which rows of this format do not have; {did_you_mean(name, known)}"
+            yield Problem(at, text, (at.replace("fields", "format"),))
 
 
 def _text_of(section: DataSection) -> str:

@@ -1,16 +1,27 @@
 """[tokenizer] and [data.*]: where text comes from and how it becomes tokens."""
 
-from typing import Any, Literal
+from datetime import date
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator
 
 from truestep.recipe.section import Section, field
 from truestep.recipe.units import Bytes
 
 SOURCES = ("text", "jsonl", "parquet", "hf-saved", "hf-hub", "python-stdlib", "megatron", "npy")
 
+
+def _day(value: str) -> str:
+    return date.fromisoformat(value).isoformat()
+
+
+Day = Annotated[str, AfterValidator(_day)]
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Who a message can be from."""
 
-_MESSAGE = ("role", "content", "reasoning_content", *(f"role.{role}" for role in ROLES))
+MESSAGE_FIELDS = ("role", "content", "reasoning_content", *(f"role.{role}" for role in ROLES))
+"""Fields of a message, and the words for roles, that may go by other names."""
 FIELDS: dict[str, tuple[str, ...]] = {
     "text": (),
     "messages": ("messages", "tools"),
@@ -76,10 +87,9 @@ class DataSection(Section):
         "without it they are plain text, and the end-of-document token follows",
     )
     template_values: dict[str, Any] = field({}, help="values for the chat template, as in enable_thinking = false")
-    date: str = field(
+    date: Day = field(
         "2026-01-01",
         help="the day that a chat template takes for today (year-month-day), so that text built twice is the same",
-        pattern=r"^\d{4}-\d{2}-\d{2}$",
     )
     max_refused: float = field(
         0.0, help="share of rows that may be refused (and are counted) before the build ends", ge=0, lt=1

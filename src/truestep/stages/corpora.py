@@ -83,6 +83,10 @@ class Corpora:
     def held_out(self, stage: Stage) -> Corpus | None:
         return self._corpus(stage, MixtureItem(data=stage.evaluate.data)) if stage.evaluate else None
 
+    def calibration(self, stage: Stage) -> Corpus | None:
+        named = stage.quantise.calibration
+        return self._corpus(stage, MixtureItem(data=named)) if named else None
+
     def _corpus(self, stage: Stage, item: MixtureItem) -> Corpus:
         section, store = self.recipe.data[item.data], self.stores[item.data]
         shape = section.packing, section.too_long
@@ -107,7 +111,7 @@ def stage_data(stage: Stage) -> list[str]:
     names = [item.data for item in [*mixture(stage), *stage.remember.replay]] + (
         [stage.evaluate.data] if stage.evaluate else []
     )
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys([*names, *([stage.quantise.calibration] if stage.quantise.calibration else [])]))
 
 
 def build_tokenizer(recipe: Recipe, folder: Path, say: Say) -> Path:
@@ -205,6 +209,8 @@ def note_store(context: Context, name: str, store: Store) -> None:
     what = "rows" if isinstance(store, SampleStore) else "documents"
     sizes = f"{store.num_documents:,} {what}, {store.num_tokens:,} tokens, {store.num_bytes or 0:,} bytes"
     context.progress.say(f"data: {name} has {sizes}")
+    for reason, count in report.get("refused_by_reason", {}).items():
+        context.progress.say(f"[yellow]data: {name}: {count:,} rows refused: {escape(reason)}[/yellow]")
     for sentence in report.get("refused", []):
         context.progress.say(f"[yellow]data: {name}: refused: {escape(sentence)}[/yellow]")
 

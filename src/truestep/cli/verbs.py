@@ -135,7 +135,8 @@ def export(source: str | os.PathLike[str], target: str | os.PathLike[str], **opt
 
 
 def sample(model: str | os.PathLike[str], prompts: Sequence[str], **options: Any) -> list[str]:
-    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, device, own_module."""
+    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, device,
+    own_module."""
     from truestep.rollout.directory import sample_from
 
     return sample_from(Path(model), prompts, **options)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from truestep.recipe.posttrain import Quantise
+from truestep.recipe.posttrain import STATIC, Quantise
 from truestep.recipe.problems import Problem, did_you_mean
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import TRAINED, Stage
@@ -64,8 +64,8 @@ def _kl(stage: Stage, at: str) -> Iterator[Problem]:
 
 def _quantise(section: Quantise, at: str) -> Iterator[Problem]:
     gptq = section.method == "gptq" and section.scheme in ("int4", "int8")
-    if (gptq or section.scheme == "fp8-static") and section.calibration is None:
-        asks = 'method = "gptq"' if gptq else 'scheme = "fp8-static"'
+    if (gptq or section.scheme in STATIC) and section.calibration is None:
+        asks = 'method = "gptq"' if gptq else f'scheme = "{section.scheme}"'
         text = f"is missing, but {asks} looks at data; name a [data.*] section."
         yield Problem(f"{at}.calibration", text, (f"{at}.method", f"{at}.scheme"))
     if section.group == 0:

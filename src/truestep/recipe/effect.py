@@ -15,7 +15,7 @@ from truestep.recipe.machine import LOOPED, Context, Ledger, Machine, Pipeline
 from truestep.recipe.model import ModelSection, RopeScaling
 from truestep.recipe.moe import Moe
 from truestep.recipe.numerics import LowPrecision
-from truestep.recipe.posttrain import Distill, Preference, Quantise, Reward
+from truestep.recipe.posttrain import STATIC, Distill, Preference, Quantise, Reward
 from truestep.recipe.section import Section
 from truestep.recipe.sentinel import Spikes
 from truestep.recipe.stage import TRAINED, Gate, Loss, Optim, Sample, Schedule, Stage
@@ -117,7 +117,7 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
         _own_kind("options"),
     ),
     Stage: (
-        _when("kind", *TRAINED)("data", "context", "tokens", "epochs", "batch_tokens", "ramp", "optim", "loss", "lora"),
+        _when("kind", *TRAINED)("data", "tokens", "epochs", "batch_tokens", "ramp", "optim", "loss", "lora"),
         _when("kind", "pretrain")("mask_documents"),
         _when("kind", "sft")("sft"),
         _when("kind", "preference")("preference"),
@@ -137,11 +137,12 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     Quantise: (
         _when("scheme", "int4")("group"),
         _when("scheme", "int4", "int8")("symmetric", "method"),
-        _when("method", "gptq")("damp"),
+        _when("method", "gptq")("damp", "act_order"),
+        _when("format", "compressed-tensors")("method"),
         Rule(
             ("calibration", "calibration_rows"),
-            lambda s: s.method == "gptq" or s.scheme == "fp8-static",
-            'method = "gptq" or scheme = "fp8-static"',
+            lambda s: s.method == "gptq" or s.scheme in STATIC,
+            'method = "gptq", or scheme = "fp8-static" or "nvfp4-static"',
             ("method", "scheme"),
         ),
     ),

@@ -85,17 +85,24 @@ class Distill(Section):
     top_k: int = field(0, help="only the teacher's k likeliest tokens, the rest as one; 0: the whole vocabulary", ge=0)
 
 
+STATIC = ("fp8-static", "nvfp4-static")
+"""Schemes with scales of inputs that calibration finds."""
+
+
 class Quantise(Section):
     """Weights in fewer bits. The result is a model of its own."""
 
-    scheme: Literal["int8", "int4", "fp8", "fp8-static", "nvfp4"] = field(
-        "int4", help="int8 and int4: weights only; fp8: weights, inputs by token as they come; fp8-static: inputs too"
+    scheme: Literal["int8", "int4", "fp8", "fp8-static", "nvfp4", "nvfp4-static"] = field(
+        "int4",
+        help="int8, int4, nvfp4: weights only; fp8: inputs of products too, by a scale of each token; "
+        "fp8-static, nvfp4-static: inputs too, by scales from calibration",
     )
     method: Literal["rtn", "gptq"] = field("rtn", help="round to nearest, or GPTQ (arXiv 2210.17323)")
     group: int = field(128, help="int4: inputs that share a scale; -1 means all of them", ge=-1)
     symmetric: bool = field(True, help="int8, int4: no zero point")
-    calibration: str | None = field(None, help="gptq, fp8-static: a [data.*] section")
+    calibration: str | None = field(None, help="gptq, and static schemes: a [data.*] section")
     calibration_rows: int = field(128, help="rows of it", gt=0)
+    act_order: bool = field(True, help="gptq: columns with the largest inputs first; the files are the same")
     damp: float = field(0.01, help="gptq: share of the mean diagonal added to the Hessian", gt=0)
     keep: list[str] = field([], help="patterns of parameter names that stay as they are; tables and heads always do")
     format: Literal["compressed-tensors", "gguf"] = field("compressed-tensors", help="how the files are laid out")

@@ -196,11 +196,15 @@ def evaluate_on(
     groups, limit = state.parallel.groups, 0 if whole else stage.evaluate.rows
     share = groups.data_rank, groups.data_size
     batches = partial(evaluation_batches, corpus, stage.context, stage.mask_documents, *share, rows, limit)
-    num_bytes, store = corpus.store.num_bytes, corpus.store
-    lengths = torch.from_numpy(tokenizer.byte_lengths())
-    complete = not limit and num_bytes is not None and corpus.packing == "split" and isinstance(store, TokenStore)
-    text = Text(lengths, num_bytes or 0, store.num_documents, complete)
+    text = text_of(corpus, tokenizer, not limit)
     with state.as_result():
         if stage.kind in BY_LOSS:
             return evaluate_loss(state.parallel, state.job, batches(), state.loss, state.before)
         return evaluate_with_gap(state.parallel, state.job, batches, text)
+
+
+def text_of(corpus: Corpus, tokenizer: Tokenizer, whole: bool) -> Text:
+    """What turns nats of a corpus into bits per byte. `whole`: all of its rows are looked at."""
+    num_bytes, store = corpus.store.num_bytes, corpus.store
+    complete = whole and num_bytes is not None and corpus.packing == "split" and isinstance(store, TokenStore)
+    return Text(torch.from_numpy(tokenizer.byte_lengths()), num_bytes or 0, store.num_documents, complete)

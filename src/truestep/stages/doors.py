@@ -13,7 +13,7 @@ from truestep.models.hub import is_hub_id
 from truestep.parallel.mesh import Limits, resolve
 from truestep.recipe.model import ModelSection
 from truestep.recipe.recipe import Recipe
-from truestep.recipe.stage import Stage
+from truestep.recipe.stage import TRAINED, Stage
 from truestep.stages.corpora import stage_data
 from truestep.storage.probe import require_safe
 from truestep.storage.store import open_store
@@ -28,7 +28,8 @@ def check_doors(recipe: Recipe, stages: list[Stage], world: int, device: torch.d
     if recipe.model is not None and recipe.model.module is not None:
         load_object(recipe.model.module, "model")
     for stage in stages:
-        open_loss(stage, recipe.machine.head_chunk_tokens)
+        if stage.kind in TRAINED:
+            open_loss(stage, recipe.machine.head_chunk_tokens)
         if is_import_path(stage.optim.kind):
             load_object(stage.optim.kind, "optimizer")
         for section in (recipe.data[name] for name in stage_data(stage)):
@@ -37,18 +38,24 @@ def check_doors(recipe: Recipe, stages: list[Stage], world: int, device: torch.d
         model = _start(stage)
         if model is not None:
             resolve(recipe.machine.mesh, world, Limits.of(recipe, model))
-        if recipe.checkpoint.url:
+        if recipe.checkpoint.url and stage.kind in TRAINED:
             place = checkpoint_place(recipe, recipe.directory, stage.name)
             require_safe(open_store(place, recipe.checkpoint.storage_options))
 
 
 def _start(stage: Stage) -> ModelSection | None:
-    """The model that a stage starts from, where it lies here already."""
-    if stage.start == "init" or stage.start.startswith("stage:") or is_hub_id(stage.start):
+    """The model that a stage starts from, where it lies here already. Its teacher is looked at as well."""
+    if stage.distill is not None:
+        _directory(stage.distill.teacher, f"stages.{stage.name}.distill.teacher", stage.context)
+    return None if stage.start == "init" else _directory(stage.start, f"stages.{stage.name}.start", stage.context)
+
+
+def _directory(model: str, field: str, context: int) -> ModelSection | None:
+    """A model that a field names, where it lies here already."""
+    if model.startswith("stage:") or is_hub_id(model):
         return None
-    if not Path(stage.start).is_dir():
-        raise ModelError(
-            f"stages.{stage.name}.start is {stage.start!r}, which is no model directory; "
-            f'correct it, or write "init", "stage:NAME" or a hub id org/name@commit.'
-        )
-    return check_directory(Path(stage.start), stage.context)
+    if not Path(model).is_dir():
+        others = '"stage:NAME" or a hub id org/name@commit'
+        also = f'"init", {others}' if field.endswith(".start") else others
+        raise ModelError(f"{field} is {model!r}, which is no model directory; correct it, or write {also}.")
+    return check_directory(Path(model), context)

@@ -29,10 +29,18 @@ from truestep.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A stage whose training is done. `figures` are the final held-out ones."""
+class Untrained:
+    """In the place of a state of training: of a stage that makes a model without it. `parent`: see TrainState."""
 
-    state: TrainState
+    parent: dict[str, Any] | None
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage whose work is done. `figures` are the final held-out ones of its model."""
+
+    state: TrainState | Untrained
     section: ModelSection
     corpora: Corpora
     figures: HeldOut | None
@@ -42,6 +50,11 @@ def finish(context: Context, stage: Stage, done: Finished) -> str:
     """Returns "done", or "gate" where the model was not accepted. Every rank calls this; rank 0 writes and speaks."""
     with phase(context, stage, "export"):
         digest = export(context, stage, done)
+    return conclude(context, stage, done, digest)
+
+
+def conclude(context: Context, stage: Stage, done: Finished, digest: str) -> str:
+    """`finish` of a model that lies in its directory already."""
     directory = context.model_dir(stage.name)
 
     def conclude() -> str:
@@ -69,6 +82,7 @@ def phase(context: Context, stage: Stage, name: str) -> Iterator[None]:
 
 def export(context: Context, stage: Stage, done: Finished) -> str:
     """Write the model directory and return the digest of its weights. What an earlier attempt left unfinished goes."""
+    assert isinstance(done.state, TrainState)
     directory = context.model_dir(stage.name)
     tensors = done.state.result()
     digest = state_digest(tensors)

@@ -23,7 +23,7 @@ from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import TRAINED, Stage
 from truestep.runlog.log import RunLog, next_attempt
 from truestep.runlog.outbox import take_in
-from truestep.stages import training
+from truestep.stages import quantise, training
 from truestep.stages.context import Context, adopt, open_run
 from truestep.stages.doors import check_doors
 from truestep.stages.measure import versions
@@ -32,7 +32,9 @@ from truestep.stages.resume import bits_now
 
 COLLECTIONS = 5
 """Most passes of the collector over what a failed attempt leaves."""
-STAGES: dict[str, Callable[[Context, Stage], str]] = dict.fromkeys(TRAINED, training.carry_out)
+STAGES: dict[str, Callable[[Context, Stage], str]] = dict.fromkeys(TRAINED, training.carry_out) | {
+    "quantise": quantise.carry_out
+}
 """Kinds of stages. A new one that does not train is one new file here with `carry_out(context, stage)`, and a line in
 this dict."""
 

@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,6 +35,39 @@ class HeldOut:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+class Runs(Protocol):
+    """A model that answers for microbatches; see parallel.model.Parallel. `counts`: this rank's results are counted."""
+
+    @property
+    def parts(self) -> Sequence[nn.Module]: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def counts(self) -> bool: ...
+    def own_part(self, batch: Batch) -> Batch: ...
+    def evaluate(self, batch: Batch, head: Callable[[Any], Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model that this rank holds whole, on one device, in the dtype of its parameters."""
+
+    model: nn.Module
+    device: torch.device
+    counts: bool = True
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        return (self.model,)
+
+    def own_part(self, batch: Batch) -> Batch:
+        return batch
+
+    def evaluate(self, batch: Batch, head: Callable[[Any], Any]) -> Any:
+        with torch.no_grad():
+            return self.model(batch.tokens_BT, batch.positions_BT, batch.documents_BT, head)
+
+
 @dataclass(frozen=True)
 class Text:
     """What is needed to turn nats into bits per byte of the whole text: bytes of each id (0: special), and the text's
@@ -46,7 +79,7 @@ class Text:
     complete: bool
 
 
-def evaluate(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | None) -> HeldOut:
+def evaluate(parallel: Runs, job: Job, batches: Iterable[Batch], text: Text | None) -> HeldOut:
     """Evaluate on batches of which every rank gets the same number (sharded weights are gathered in step)."""
     with as_it_was(parallel.parts):
         for part in parallel.parts:
@@ -117,7 +150,7 @@ def as_it_was(models: Iterable[nn.Module]) -> Iterator[None]:
                 module.training = training
 
 
-def _sums(parallel: Parallel, job: Job, batches: Iterable[Batch], text: Text | None) -> list[float]:
+def _sums(parallel: Runs, job: Job, batches: Iterable[Batch], text: Text | None) -> list[float]:
     sums = torch.zeros(4, dtype=torch.float64, device=parallel.device)
     lengths = text.byte_lengths.to(parallel.device) if text is not None else None
     for index, batch in enumerate(batches):

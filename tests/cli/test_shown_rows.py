@@ -65,3 +65,13 @@ def test_what_would_not_be_used_or_is_not_there_is_refused(capsys, recipe: Path,
     truestep(capsys, "data", "inspect", recipe, "--stage", "tune").refused("is not one of the recipe's stages")
     truestep(capsys, "data", "inspect", tmp_path, "--first", 3).refused("--first would not be used")
     truestep(capsys, "data", "inspect", tmp_path, "--html", "x.html").refused("--html would not be used")
+
+
+def test_a_store_of_samples_tells_what_is_in_it(capsys, recipe: Path, tmp_path: Path):
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "p"}) + "\n")
+    built = truestep(capsys, "data", "build", recipe, "--set", "data.tune.max_refused=0.1")
+    said = truestep(capsys, "data", "inspect", built.out.strip(), "--verify").out
+    assert re.search(r"rows +12, 12 units of 12 samples", said) and "every block verified" in said
+    assert re.search(r"dropped: refused .* 1 ", said) and re.search(r"refused +1: no completion", said)
+    assert "say 0: <b>0</b><|endoftext|>" in said

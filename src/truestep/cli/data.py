@@ -131,9 +131,14 @@ def show(found: "Inspection", console: "Console", verified: bool = False) -> Non
 def _facts(found: "Inspection", verified: bool) -> "RenderableType":
     from rich.table import Table
 
+    from truestep.data.sample_store import SampleStore
+
     store, report = found.store, found.report
     table = Table(title=f"{store.path}", title_justify="left", show_header=False, box=None)
-    table.add_row("documents", f"{store.num_documents:,}")
+    if isinstance(store, SampleStore):
+        table.add_row("rows", f"{store.num_documents:,}, {store.num_units:,} units of {store.num_samples:,} samples")
+    else:
+        table.add_row("documents", f"{store.num_documents:,}")
     table.add_row("tokens", f"{store.num_tokens:,} ({store.header['id_type'][1:]}, {store.vocab_size:,} ids)")
     if found.bytes_per_token is not None:
         table.add_row("text", f"{store.num_bytes:,} bytes, {found.bytes_per_token:.3f} bytes a token")
@@ -141,6 +146,8 @@ def _facts(found: "Inspection", verified: bool) -> "RenderableType":
         table.add_row("not lossless", f"{report['documents_not_lossless']:,} documents")
     for name, value in report.get("source", {}).items():
         table.add_row(name, str(value))
+    for reason, count in report.get("refused_by_reason", {}).items():
+        table.add_row("refused", f"{count:,}: {reason}")
     table.add_row("tokenizer", report["tokenizer"]["origin"])
     table.add_row("fingerprint", f"{store.fingerprint}{' (every block verified)' if verified else ''}")
     return table

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from truestep.data.sample_store import SampleStore, Store, open_store
 from truestep.data.store import TokenStore
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -26,9 +27,10 @@ class Sample:
 @dataclass(frozen=True)
 class Inspection:
     """`lengths` holds (shortest, longest, documents) of tokens in powers of two; `common` (text, id, share of tokens).
-    Of large stores, `num_counted` tokens in evenly spaced pieces and `num_measured` documents are looked at."""
+    In a store of samples each of them counts as a document there. Of large stores, `num_counted` tokens in evenly
+    spaced pieces and `num_measured` documents are looked at."""
 
-    store: TokenStore
+    store: Store
     report: dict[str, Any]
     lengths: list[tuple[int, int, int]]
     median_length: int
@@ -45,11 +47,12 @@ class Inspection:
 
 def inspect_store(folder: str | Path, *, samples: int = 3, common: int = 20, characters: int = 300) -> Inspection:
     """Read a store that `data build` made, with the tokenizer beside it. DataError if it is none, or damaged."""
-    store = TokenStore.open(folder)
+    store = open_store(folder)
+    tokens = store.samples if isinstance(store, SampleStore) else store
     tokenizer = load_tokenizer(Path(folder) / "tokenizer")
-    chosen = np.unique(np.linspace(0, store.num_documents - 1, min(samples, store.num_documents)).astype(np.int64))
-    sizes = _lengths(store)
-    counts, counted = _counts(store)
+    chosen = np.unique(np.linspace(0, tokens.num_documents - 1, min(samples, tokens.num_documents)).astype(np.int64))
+    sizes = _lengths(tokens)
+    counts, counted = _counts(tokens)
     most = np.argsort(-counts, kind="stable")[:common]
     return Inspection(
         store=store,
@@ -59,7 +62,7 @@ def inspect_store(folder: str | Path, *, samples: int = 3, common: int = 20, cha
         num_measured=len(sizes),
         common=[(tokenizer.decode([i]), i, float(counts[i] / counted)) for i in most.tolist() if counts[i]],
         num_counted=counted,
-        samples=[_sample(store, tokenizer, document, characters) for document in chosen.tolist()],
+        samples=[_sample(tokens, tokenizer, document, characters) for document in chosen.tolist()],
     )
 
 

@@ -139,12 +139,13 @@ class _Encoded(_Selected):
 def _selected(
     documents: Iterable[Document], job: Job, byte_lengths: np.ndarray, counts: dict[str, Amount]
 ) -> Iterator[_Selected]:
-    """The documents of the split that are not empty."""
+    """The documents of the split that are not empty. Rows are looked at when they are rendered: one that seems empty
+    may lack a field."""
     for document in documents:
         text, data, size = _looked_at(document, job, byte_lengths)
         selected = _Selected(document, text, text_hash(data), size)
         counts["in"].add(1, size, 0)
-        if not data:
+        if not data and document.row is None:
             counts["empty"].add(1, 0, 0)
         elif not in_split(selected.hash, job.split, job.holdout):
             counts["other_split"].add(1, size, 0)

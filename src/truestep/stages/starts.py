@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
 from torch import nn
 
+from truestep.errors import ModelError
 from truestep.models.hf import load_hf
 from truestep.models.hub import fetch, is_hub_id
 from truestep.numerics.pieces import Piece
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
-
-_BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,13 @@ def open_start(context: Context, where: str, key: str) -> Start:
     return Start(Path(directory), pinned)
 
 
-def files_digest(directory: Path) -> str:
-    """xxh3-128 (hex) over the names and bytes of a model directory's weights, as they are on disk."""
-    digest = xxhash.xxh3_128()
-    for file in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as opened:
-            while block := opened.read(_BLOCK_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
-
-
 def load_into(directory: Path, names: list[str], model: nn.Module, pieces: Mapping[str, Piece]) -> None:
-    """`names`: those of the whole model, of which `model` may be a part."""
+    """`names`: those of the whole model, of which `model` may be a part. ModelError for a weight that is no number:
+    a start, a reference or a teacher like that would make every later number none."""
     load_hf(directory, pieces, names)
+    for name, piece in pieces.items():
+        if piece.local.is_floating_point() and not bool(piece.local.isfinite().all()):
+            raise ModelError(
+                f"{directory}: {name} holds NaN or infinity, so nothing can be learnt from this model; name another "
+                f"one, or fetch it again"
+            )

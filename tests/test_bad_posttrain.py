@@ -1,0 +1,197 @@
+"""Bad input of the stages after pretraining, through the command line: one sentence, exit code 2, nothing half-made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import small_post
+from tests.refusals import files, truestep, write_recipe
+from tests.small_post import turn
+from truestep.data.tokenizer import bytes_tokenizer
+
+
+def refused(capsys, folder: Path, body: dict[str, Any], *parts: str) -> None:
+    """`truestep run` refuses it; what lay there before is as it was, and there is no model."""
+    file = write_recipe(folder, body)
+    given = {name: content for name, content in files(folder).items() if name.split("/")[0] in ("base", "rows")}
+    ended = truestep(capsys, "run", file)
+    ended.refused(*parts)
+    after = files(folder)
+    assert {name: after.get(name) for name in given} == given
+    assert not any("/models/" in name or name.endswith(".partial") for name in after)
+
+
+# Rows
+
+ROWS: dict[str, tuple[str, Any, list[str]]] = {
+    "no answer": ("messages", {"messages": [turn("user", "a")]}, ["messages", "assistant"]),
+    "unknown role": (
+        "messages",
+        {"messages": [turn("usr", "a"), turn("assistant", "b")]},
+        ['role "usr" is unknown', "user"],
+    ),
+    "no messages": ("messages", {"messages": []}, ["messages"]),
+    "text for messages": ("messages", {"messages": "hello"}, ["messages", "hello"]),
+    "number for text": ("messages", {"messages": [turn("user", "a"), {"role": "assistant", "content": 3}]}, ["3"]),
+    "other field": ("messages", {"conversation": []}, ["'messages'", "conversation", "fields"]),
+    "no completion": ("prompt-completion", {"prompt": "a"}, ["'completion'", "fields"]),
+    "empty prompt and completion": ("prompt-completion", {"prompt": "", "completion": ""}, ["line 2"]),
+    "no rejected answer": ("preference", {"prompt": "a", "chosen": "b"}, ["'rejected'", "fields"]),
+    "equal answers": ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, ["chosen", "rejected"]),
+    "a word for a label": ("labels", {"prompt": "a", "completion": "b", "label": "good"}, ["label", "'good'"]),
+    "fewer labels than steps": ("steps", {"prompt": "a", "steps": ["b", "c"], "labels": [True]}, ["labels", "steps"]),
+    "no object": ("messages", "[1, 2]", ["line 2"]),
+    "NaN for a margin": (
+        "margins",
+        '{"prompt": "a", "chosen": "b", "rejected": "c", "margin": NaN}',
+        ["'margin'", "NaN", "repair it"],
+    ),
+}
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "messages": ("sft", {}),
+    "prompt-completion": ("sft", {}),
+    "preference": ("preference", {}),
+    "margins": ("reward_model", {"reward": {"margins": True}}),
+    "labels": ("preference", {"preference": {"kind": "kto"}}),
+    "steps": ("reward_model", {"reward": {"kind": "steps"}}),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_row(case, capsys, tmp_path):
+    format, row, parts = ROWS[case]
+    good = small_post.made_up(format, 3)
+    small_post.write_rows(tmp_path / "rows", format, [good[0], row, *good[1:]])
+    kind, options = STAGES[format]
+    refused(
+        capsys, tmp_path, small_post.recipe(tmp_path, kind, format=format, **options), f"{format}.jsonl, line 2", *parts
+    )
+
+
+def test_rows_that_are_all_too_long(capsys, tmp_path):
+    small_post.write_rows(
+        tmp_path / "rows", "messages", [{"messages": [turn("user", "a" * 99), turn("assistant", "b")]}]
+    )
+    refused(capsys, tmp_path, small_post.recipe(tmp_path, "sft"), "no unit", "64 tokens", "raise context")
+
+
+def test_refused_rows_are_counted_up_to_the_limit(capsys, tmp_path):
+    """Property 8: what is left out is counted and said, and a limit holds."""
+    bad = {"messages": [turn("user", "a")]}
+    small_post.write_rows(tmp_path / "rows", "messages", [*small_post.made_up("messages", 18), bad, bad])
+    body = small_post.recipe(tmp_path, "sft")
+    body["data"]["train"] |= {"max_refused": 0.05}
+    refused(capsys, tmp_path, body, "max_refused", "messages.jsonl")
+    body["data"]["train"] |= {"max_refused": 0.2}
+    ended = truestep(capsys, "run", write_recipe(tmp_path, body))
+    assert ended.code == 0, ended.err
+    assert "refused" in ended.err + ended.out
+
+
+# Models, tokenizers and templates
+
+
+def test_tokenizer_without_a_template(capsys, tmp_path):
+    small_post.save_base(tmp_path / "base", template=None)
+    refused(
+        capsys, tmp_path, small_post.recipe(tmp_path, "sft"), "no chat template", "tokenizer.chat_template", "chatml"
+    )
+
+
+COUNTING = (
+    "{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TEMPLATES = {
+    "without generation prompt": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}",
+        ["generation prompt"],
+    ),
+    "that does not parse": ("{% for m in messages %}{{ m.role }}", ["template"]),
+    "that raises": ("{{ raise_exception('roles must alternate') }}", ["roles must alternate"]),
+    "that counts turns first": (COUNTING, ["template"]),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_template(case, capsys, tmp_path):
+    text, parts = TEMPLATES[case]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "own.jinja").write_text(text)
+    body = small_post.recipe(tmp_path, "sft")
+    body["tokenizer"] |= {"chat_template": str(tmp_path / "rows" / "own.jinja")}
+    refused(capsys, tmp_path, body, *parts)
+
+
+def test_template_that_is_not_there(capsys, tmp_path):
+    body = small_post.recipe(tmp_path, "sft")
+    body["tokenizer"] |= {"chat_template": str(tmp_path / "none.jinja")}
+    refused(capsys, tmp_path, body, "none.jinja", "cannot be read", "write chatml")
+
+
+def test_tokenizer_that_is_larger_than_the_model(capsys, tmp_path):
+    small_post.save_base(tmp_path / "base")
+    bytes_tokenizer([*small_post.SPECIAL, *(f"<|more{n}|>" for n in range(9))]).save(tmp_path / "rows")
+    body = small_post.recipe(tmp_path, "sft", format="prompt-completion")
+    body["tokenizer"]["path"] = str(tmp_path / "rows")
+    refused(capsys, tmp_path, body, "268 ids", "259")
+
+
+def test_start_without_a_tokenizer(capsys, tmp_path):
+    base = small_post.save_base(tmp_path / "base")
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    body = small_post.recipe(tmp_path, "sft") | {"tokenizer": {"kind": "start"}}
+    refused(capsys, tmp_path, body, "base", "tokenizer.json")
+
+
+def test_the_tokenizer_of_the_start(capsys, tmp_path):
+    body = small_post.recipe(tmp_path, "sft", steps=1) | {"tokenizer": {"kind": "start"}}
+    assert truestep(capsys, "run", write_recipe(tmp_path, body)).code == 0
+    made = tmp_path / "runs" / "small" / "models" / "tuned"
+    assert json.loads((made / "tokenizer.json").read_text()) == json.loads(
+        (tmp_path / "base" / "tokenizer.json").read_text()
+    )
+
+
+# Teachers
+
+
+def test_teacher_of_another_vocabulary(capsys, tmp_path):
+    small_post.save_base(tmp_path / "base")
+    small_post.save_base(tmp_path / "rows" / "teacher", vocab_size=300)
+    body = small_post.recipe(tmp_path, "distill", distill={"teacher": str(tmp_path / "rows" / "teacher")})
+    refused(capsys, tmp_path, body, "teacher", "300 ids", "259")
+
+
+def test_teacher_that_is_not_there(capsys, tmp_path):
+    body = small_post.recipe(tmp_path, "distill", distill={"teacher": str(tmp_path / "none")})
+    refused(capsys, tmp_path, body, "distill.teacher", "none", "no model directory")
+
+
+def with_nan(folder: Path) -> Path:
+    """A model with one weight that is no number."""
+    base = small_post.save_base(folder)
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    return base
+
+
+def test_start_and_reference_that_are_no_numbers(capsys, tmp_path):
+    with_nan(tmp_path / "base")
+    for kind in ("sft", "preference"):
+        body = small_post.recipe(tmp_path, kind)
+        refused(capsys, tmp_path, body, "base: blocks.0.mlp.up.weight holds NaN", "name another one")
+
+
+@pytest.mark.parametrize("logits", ["online", "stored"])
+def test_teacher_that_is_no_number(logits, capsys, tmp_path):
+    small_post.save_base(tmp_path / "base")
+    options = {"teacher": str(with_nan(tmp_path / "rows" / "teacher")), "logits": logits}
+    body = small_post.recipe(tmp_path, "distill", distill=options | ({"top_k": 4} if logits == "stored" else {}))
+    refused(capsys, tmp_path, body, "teacher: blocks.0.mlp.up.weight holds NaN", "name another one")

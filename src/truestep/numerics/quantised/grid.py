@@ -47,9 +47,11 @@ def find_scales(
         return Scales(_storable(blocks.abs().amax(-1) / E4M3.largest, dtype))
     importance = None if importance_I is None else importance_I.unflatten(0, blocks.shape[1:])
     best, least = None, None
+    # squares of errors as shares of the largest value: those of tiny and of huge ones are no numbers
+    unit = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     for share in _shares(scheme):
         found = _int_scales(blocks, scheme, dtype, share)
-        error = (_int_values(_int_codes(blocks, found, scheme), found).float() - blocks).square()
+        error = (_int_values(_int_codes(blocks, found, scheme), found).float() - blocks).div(unit).square()
         error = (error if importance is None else error * importance).sum(-1)
         if best is None or least is None:
             best, least = found, error

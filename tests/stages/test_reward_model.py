@@ -101,7 +101,7 @@ def test_a_reward_model_goes_on_from_a_reward_model(trained):
 
 def test_held_out_pairs_are_judged_by_the_loss_itself(trained):
     folder, _ = trained
-    small_post.write_rows(folder / "other", "preference", small_post.rows("preference", 20, seed=9))
+    small_post.write_rows(folder / "other", "preference", small_post.made_up("preference", 20, seed=9))
     held = body(folder, "held", evaluate={"data": "held"}, gate={"kind": "heldout", "max_loss": 0.65})
     held["data"]["held"] = held["data"]["train"] | {"path": str(folder / "other" / "preference.jsonl")}
     run_dir = verbs.run(held).directory
@@ -116,7 +116,7 @@ def test_steps_have_labels_of_their_own(trained):
     folder, _ = trained
     rows = [
         {"prompt": row["prompt"], "steps": [row["chosen"], row["rejected"]], "labels": [True, False]}
-        for row in small_post.rows("preference")
+        for row in small_post.made_up("preference")
     ]
     small_post.write_rows(folder / "rows", "steps", rows)
     run_dir = verbs.run(body(folder, "steps", format="steps", reward={"kind": "steps"})).directory

@@ -3,7 +3,7 @@
 from functools import partial
 
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
-from truestep.errors import ModelError
+from truestep.errors import ModelError, UserError
 from truestep.losses.distill import HIDDEN, Distillation
 from truestep.losses.remember import HIDDEN as REMEMBERED
 from truestep.losses.remember import Remembering
@@ -26,6 +26,11 @@ def teach(
     """Let a teacher give its hidden states to the loss, where the stage distils online. Collective."""
     if stage.distill is None or not isinstance(state.loss, Distillation):
         return
+    if stage.distill.logits == "stored":
+        raise UserError(
+            f'stage {stage.name!r} has distill.logits = "stored", and nothing writes a teacher\'s store yet; write '
+            f'"online", which gives the same loss'
+        )
     teacher = teacher_of(context, stage)
     section = check_teacher(stage, teacher, student, tokenizer)
     frozen = frozen_model(context, stage, teacher, section, state, precision)

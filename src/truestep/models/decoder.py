@@ -145,7 +145,7 @@ class Decoder(nn.Module):
         hidden_BTD = self.axes.tp.gather(self.norm(x_BTD), 1)
         softcap, vocab_size = self.section.logit_softcap, self.section.vocab_size
         vocab = self.axes.tp, first_row, vocab_size
-        out = HeadInput(hidden_BTD, self._table(), softcap, *vocab, self.backward_twice)
+        out = HeadInput(hidden_BTD, self._table(), softcap, *vocab, self.backward_twice, self.axes.cp)
         return out.logits() if head is None else head(out)
 
     def _scores(self, hidden_BTD: torch.Tensor) -> Scores:

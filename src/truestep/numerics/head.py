@@ -17,7 +17,8 @@ class HeadInput:
     once takes the two factors; `logits` is for everybody else.
 
     `vocab`: the axis over which rows of the matrix are split; this rank has those from `first_row` on, of vocab_size.
-    `backward_twice`: the backward pass of inputs and that of weights run apart (zero-bubble pipelines)."""
+    `backward_twice`: the backward pass of inputs and that of weights run apart (zero-bubble pipelines). `places`: the
+    axis over which the places of rows are split, for losses that add them up."""
 
     hidden_BTD: torch.Tensor
     weight_VD: torch.Tensor
@@ -26,6 +27,7 @@ class HeadInput:
     first_row: int = 0
     vocab_size: int = 0
     backward_twice: bool = False
+    places: Axis = field(default_factory=lambda: Axis("cp"))
 
     def logits(self) -> torch.Tensor:
         """logits_BTV of the whole vocabulary, in fp32 (float64 stays float64)."""

@@ -15,7 +15,7 @@ from truestep.recipe.model import ModelSection
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
 CONTEXT, ROWS = 64, 8
 """Places of a row, rows of a step."""
-MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+MODEL = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 
 
 def turn(role: str, content: str) -> dict[str, str]:

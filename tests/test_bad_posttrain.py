@@ -195,3 +195,49 @@ def test_teacher_that_is_no_number(logits, capsys, tmp_path):
     options = {"teacher": str(with_nan(tmp_path / "rows" / "teacher")), "logits": logits}
     body = small_post.recipe(tmp_path, "distill", distill=options | ({"top_k": 4} if logits == "stored" else {}))
     refused(capsys, tmp_path, body, "teacher: blocks.0.mlp.up.weight holds NaN", "name another one")
+
+
+# Quantisation
+
+
+def test_quantising_a_quantised_model(capsys, tmp_path):
+    body = small_post.recipe(tmp_path, "quantise", quantise={"group": 8})
+    assert truestep(capsys, "run", write_recipe(tmp_path, body)).code == 0
+    small = tmp_path / "runs" / "small" / "models" / "tuned"
+    again = small_post.recipe(tmp_path, "quantise", "again", quantise={"scheme": "int8"}, start=str(small))
+    truestep(capsys, "run", write_recipe(tmp_path, again)).refused("quantised already", "start from what it was made")
+    assert not (tmp_path / "runs" / "again" / "models").exists()
+
+
+QUANTISED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "group that does not divide": ({"group": 24}, ["groups of 24 do not divide", "quantise.group"]),
+    "pattern of nothing": ({"group": 8, "keep": ["*dwon*"]}, ["'*dwon*'", "correct the pattern"]),
+    "nothing left": ({"group": 8, "keep": ["*"]}, ["no weight", "shorten"]),
+    "groups of a quarter for GGUF": ({"group": 8, "format": "gguf"}, ["gguf", "group"]),
+    "fp8 for GGUF": ({"scheme": "fp8", "format": "gguf"}, ["gguf", "scheme"]),
+}
+
+
+@pytest.mark.parametrize("case", QUANTISED)
+def test_quantisation(case, capsys, tmp_path):
+    options, parts = QUANTISED[case]
+    refused(capsys, tmp_path, small_post.recipe(tmp_path, "quantise", quantise=options), *parts)
+
+
+def test_quantising_what_is_no_number(capsys, tmp_path):
+    with_nan(tmp_path / "base")
+    body = small_post.recipe(tmp_path, "quantise", quantise={"group": 8})
+    refused(capsys, tmp_path, body, "up", "not finite")
+
+
+GPTQ = {"method": "gptq", "group": 8, "calibration": "train"}
+
+
+def test_calibration_without_a_row(capsys, tmp_path):
+    small_post.write_rows(tmp_path / "rows", "messages", [])
+    refused(capsys, tmp_path, small_post.recipe(tmp_path, "quantise", quantise=GPTQ), "messages.jsonl", "empty")
+
+
+def test_calibration_whose_rows_are_all_refused(capsys, tmp_path):
+    small_post.write_rows(tmp_path / "rows", "messages", [{"messages": [turn("user", "a")]}])
+    refused(capsys, tmp_path, small_post.recipe(tmp_path, "quantise", quantise=GPTQ), "messages.jsonl", "assistant")

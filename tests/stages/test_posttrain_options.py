@@ -79,7 +79,12 @@ OPTIONS: dict[str, Turned] = {
     "Quantise.group": ("quantise", {"quantise": {"group": 8}}, {"quantise": {"group": 16}}),
     "Quantise.symmetric": ("quantise", {"quantise": {"group": 8}}, {"quantise": {"group": 8, "symmetric": False}}),
     "Quantise.calibration": ("quantise", {"quantise": GPTQ}, {"quantise": GPTQ | {"calibration": "other"}}),
-    "Quantise.calibration_rows": ("quantise", {"quantise": GPTQ}, {"quantise": GPTQ | {"calibration_rows": 2}}),
+    "Quantise.calibration_rows": (
+        "quantise",
+        {"context": 64, "quantise": GPTQ},
+        {"context": 64, "quantise": GPTQ | {"calibration_rows": 2}},
+    ),
+    "Quantise.act_order": ("quantise", {"quantise": GPTQ}, {"quantise": GPTQ | {"act_order": False}}),
     "Quantise.damp": ("quantise", {"quantise": GPTQ}, {"quantise": GPTQ | {"damp": 10.0}}),
     "Quantise.keep": ("quantise", {"quantise": {"group": 8}}, {"quantise": {"group": 8, "keep": ["*down*"]}}),
     "Quantise.format": ("quantise", {"quantise": {"group": 32}}, {"quantise": {"group": 32, "format": "gguf"}}),

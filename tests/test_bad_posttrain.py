@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[str, Any, list[str]]] = {
     "empty prompt and completion": ("prompt-completion", {"prompt": "", "completion": ""}, ["line 2"]),
     "no rejected answer": ("preference", {"prompt": "a", "chosen": "b"}, ["'rejected'", "fields"]),
     "equal answers": ("preference", {"prompt": "a", "chosen": "b", "rejected": "b"}, ["chosen", "rejected"]),
-    "a word for a label": ("labels", {"prompt": "a", "completion": "b", "label": "good"}, ["label", "'good'"]),
+    "a word for a label": ("labels", {"prompt": "a", "completion": "b", "label": "good"}, ["label", '"good"']),
     "fewer labels than steps": ("steps", {"prompt": "a", "steps": ["b", "c"], "labels": [True]}, ["labels", "steps"]),
     "no object": ("messages", "[1, 2]", ["line 2"]),
     "NaN for a margin": (

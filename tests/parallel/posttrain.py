@@ -15,10 +15,11 @@ from tests.parallel import oracle
 from tests.parallel.compositions import Composition
 from tests.parallel.harness import PATIENCE_S, Whole, captured, errors, share, start, worst
 from tests.parallel.harness import Found as Plain
-from tests.parallel.objectives import OBJECTIVES, TEMPERATURE, Objective, Seen
+from tests.parallel.objectives import OBJECTIVES, POINT, TEMPERATURE, Objective, Seen
 from tests.parallel.units import Layout, Sample, Unit, draw_units, rows_of, with_reference, with_teacher
 from tests.pool import Pool
 from truestep.losses.distill import HIDDEN, Distillation
+from truestep.losses.preference import PreferenceLoss
 from truestep.models.decoder import Decoder
 from truestep.numerics.batch import Batch
 from truestep.numerics.head import HeadInput, Scores
@@ -118,6 +119,8 @@ def learn(pool: Pool, one: Composition, name: str, batch: Batch, reduction: str 
 def ranks_learn(rank: int, world: int, one: Composition, name: str, batch: Batch, reduction: str) -> Found:
     objective = OBJECTIVES[name]
     state = start(rank, world, one, stage=objective.stage, model=objective.model, reduction=reduction)
+    if isinstance(state.loss, PreferenceLoss):
+        state.loss.point = POINT
     if objective.online:
         teach(state, one)
     plain = Plain()

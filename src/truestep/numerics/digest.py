@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import xxhash
 
 from truestep.numerics.pieces import Piece, stream_whole
+
+_BLOCK_BYTES = 16 << 20
 
 assert sys.byteorder == "little", "truestep stores and compares little-endian bytes"
 
@@ -31,10 +34,26 @@ def state_digest(tensors: Mapping[str, torch.Tensor | Piece], group: dist.Proces
     Every rank of `group` (by default the job) gives what it holds and is told the result.
     """
     parts = {name: tensor_digest(whole) for name, whole in stream_whole(tensors, group) if whole is not None}
-    digest = xxhash.xxh3_128()
-    for name in sorted(parts):
-        digest.update(f"{name} {parts[name]}\n".encode())
-    said = [digest.hexdigest()]
+    said = [digest_of(parts)]
     if dist.is_initialized():
         dist.broadcast_object_list(said, group=group, group_src=0)
     return said[0]
+
+
+def digest_of(parts: Mapping[str, str]) -> str:
+    """The same from the digests of the tensors by name."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(parts):
+        digest.update(f"{name} {parts[name]}\n".encode())
+    return digest.hexdigest()
+
+
+def files_digest(directory: Path) -> str:
+    """xxh3-128 (hex) over the names and bytes of a model directory's weights, as they are on disk."""
+    digest = xxhash.xxh3_128()
+    for file in sorted(directory.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(_BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()

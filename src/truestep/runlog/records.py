@@ -299,6 +299,16 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Merge:
+    """An adapter was added to the weights that it stands beside. `error`: what rounding took of its change, as a share
+    of that change's 2-norm."""
+
+    stage: str
+    weights: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gate:
     """The decision after a stage. `figures` holds what it looked at."""
 
@@ -375,6 +385,7 @@ KINDS: dict[str, type] = {
     "retention": Retention,
     "sections": Sections,
     "phase": Phase,
+    "merge": Merge,
     "profile": Profile,
     "memory": Memory,
     "model": Model,

@@ -18,6 +18,7 @@ from truestep.models.build import build_model, init_weights
 from truestep.models.foreign import ForeignModel
 from truestep.models.hf import read_section
 from truestep.models.load import require_own_module, tensors_of
+from truestep.numerics.digest import files_digest
 from truestep.numerics.pieces import Piece
 from truestep.parallel.apply import Fill
 from truestep.parallel.mesh import Limits
@@ -30,7 +31,7 @@ from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.epochs import in_tokens
 from truestep.stages.measure import measure_precision
-from truestep.stages.starts import Start, files_digest, load_into, starting_point
+from truestep.stages.starts import Start, load_into, starting_point
 from truestep.stages.teachers import remember, teach
 from truestep.train.adapt import adapt
 from truestep.train.build import build

@@ -22,6 +22,7 @@ from truestep.recipe.stage import Stage
 from truestep.rollout.directory import sample_from
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
+from truestep.stages.export_adapter import export_adapter
 from truestep.stages.scored import name_padding, padding_id
 from truestep.stages.yardstick import yardstick
 from truestep.train.evaluate import HeldOut
@@ -84,8 +85,6 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
     """Write the model directory and return the digest of its weights. What an earlier attempt left unfinished goes."""
     assert isinstance(done.state, TrainState)
     directory = context.model_dir(stage.name)
-    tensors = done.state.result()
-    digest = state_digest(tensors)
 
     def clear() -> None:
         context.require_newest()  # else the model of a newer attempt would go
@@ -95,14 +94,17 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
     eod = pad = done.corpora.tokenizer.eod_id
     if done.section.scores:
         pad = padding_id(done.corpora.tokenizer_dir, eod, done.corpora.stores.values())
-    size = save_hf(
-        directory,
-        tensors,
-        done.section,
-        tokenizer_dir=done.corpora.tokenizer_dir,
-        generation={"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": pad},
-    )
-    if done.section.scores and context.job.first:
+    options: dict[str, Any] = {
+        "tokenizer_dir": done.corpora.tokenizer_dir,
+        "generation": {"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": pad},
+    }
+    if stage.lora is not None:
+        digest, size = export_adapter(context, stage, done.state, done.section, directory, options)
+    else:
+        tensors = done.state.result()
+        digest = state_digest(tensors)
+        size = save_hf(directory, tensors, done.section, **options)
+    if done.section.scores and context.job.first and (stage.lora is None or stage.lora.merge):
         name_padding(directory, pad)
     place = str(directory.relative_to(context.run_dir))
     context.note("model", stage=stage.name, path=place, digest=digest, bytes=size)

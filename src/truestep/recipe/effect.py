@@ -129,7 +129,7 @@ RULES: dict[type[Section], tuple[Rule, ...]] = {
     Preference: (
         _when("kind", "robust")("label_smoothing"),
         _when("kind", "simpo")("margin"),
-        _when("kind", "kto")("desirable", "undesirable"),
+        _when("kind", "kto")("desirable", "undesirable", "kl_pairs"),
         _when("kind", "dpo", "ipo", "robust", "length-normalised", "kto")("reference"),
     ),
     Reward: (_when("kind", "pairs")("margins", "center"),),

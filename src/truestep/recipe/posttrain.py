@@ -50,6 +50,9 @@ class Preference(Section):
     margin: float = field(0.5, help="simpo: target margin (gamma)", ge=0)
     desirable: float = field(1.0, help="kto: weight of desirable answers", gt=0)
     undesirable: float = field(1.0, help="kto: weight of undesirable answers", gt=0)
+    kl_pairs: int = field(
+        64, help="kto: pairs of a prompt and the answer of another row that the reference point is taken over", ge=2
+    )
     sft: float = field(0.0, help="weight of the cross-entropy of chosen answers, per token, added to the loss", ge=0)
     reference: Literal["precomputed", "online"] = field(
         "precomputed", help="the reference's log-probabilities: made once before the first step, or in every step"

@@ -31,6 +31,7 @@ from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.epochs import in_tokens
 from truestep.stages.measure import measure_precision
+from truestep.stages.references import refer
 from truestep.stages.starts import Start, load_into, starting_point
 from truestep.stages.teachers import remember, teach
 from truestep.train.adapt import adapt
@@ -39,7 +40,7 @@ from truestep.train.digests import Digests
 from truestep.train.evaluate import HeldOut, Text, evaluate_loss, evaluate_with_gap
 from truestep.train.state import TrainState
 
-BY_LOSS = ("reward_model",)
+BY_LOSS = ("reward_model", "preference")
 """Kinds whose held-out figure is their own loss, since it counts something else than targets."""
 
 
@@ -118,6 +119,10 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
         state.base = context.job.agree(f"base/{stage.name}", partial(files_digest, start.directory))
     teach(context, stage, state, section, precision, corpora.tokenizer)
     remember(context, stage, state, start, precision)
+    with_reference = refer(context, stage, state, start, precision, corpora)
+    if with_reference is not corpora:
+        corpora = with_reference
+        loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)
     state.spikes = SpikeWatch(recipe.sentinel.spikes)
@@ -200,6 +205,8 @@ def evaluate_on(
     text = text_of(corpus, tokenizer, not limit)
     with state.as_result():
         if stage.kind in BY_LOSS:
+            for prepare in state.before_step:
+                prepare()
             return evaluate_loss(state.parallel, state.job, batches(), state.loss, state.before)
         return evaluate_with_gap(state.parallel, state.job, batches, text)
 

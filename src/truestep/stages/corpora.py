@@ -3,14 +3,15 @@
 import json
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.markup import escape
 
 from truestep.data.blocks import digest
 from truestep.data.build import Progress, build, open_built
+from truestep.data.columns import ColumnStore
 from truestep.data.loader import Corpus
 from truestep.data.sample import make_tokenizer
 from truestep.data.sample_packing import Supervision
@@ -33,12 +34,14 @@ DATA_FILE = "data.json"
 
 @dataclass(frozen=True)
 class Corpora:
-    """The tokenizer of a recipe and the stores, of tokens or of samples, of the sections that a stage names."""
+    """The tokenizer of a recipe and the stores, of tokens or of samples, of the sections that a stage names. `columns`:
+    stored ones, which rows of a section have as well."""
 
     recipe: Recipe
     tokenizer: Tokenizer
     tokenizer_dir: Path
     stores: dict[str, Store]
+    columns: Mapping[str, tuple[ColumnStore, ...]] = field(default_factory=dict)
 
     @staticmethod
     def prepare(context: Context, stage: Stage, fits: Callable[[Tokenizer], object]) -> "Corpora":
@@ -87,10 +90,16 @@ class Corpora:
         named = stage.quantise.calibration
         return self._corpus(stage, MixtureItem(data=named)) if named else None
 
+    def corpus(self, stage: Stage, name: str) -> Corpus:
+        """A section by itself."""
+        return self._corpus(stage, MixtureItem(data=name))
+
     def _corpus(self, stage: Stage, item: MixtureItem) -> Corpus:
         section, store = self.recipe.data[item.data], self.stores[item.data]
-        shape = section.packing, section.too_long
-        return Corpus(store, item.weight, item.max_epochs, *shape, supervision=supervision(stage))
+        shape, columns = (section.packing, section.too_long), self.columns.get(item.data, ())
+        return Corpus(
+            store, item.weight, item.max_epochs, *shape, supervision=supervision(stage), columns=tuple(columns)
+        )
 
 
 def supervision(stage: Stage) -> Supervision:

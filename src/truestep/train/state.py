@@ -35,10 +35,11 @@ class TrainState:
     start model; `base` is the digest of its files, where adapters are trained beside its weights, which no checkpoint
     holds. `own_weight`: the loss may count something else than targets, so its weights have to be added up over
     ranks. `before`: what adds columns to a microbatch that is on its device, before its forward pass: models beside
-    this one that take no gradient. `recomputed`: what each block of the whole model recomputes, by its number, where
-    that is known. `guard` looks at every step from inside, `spikes` at its loss and gradient norm, `statistics` at
-    those of its shards. `average`: of the weights, where that is to be kept. `before_update` is called before the
-    optimizer changes anything, for whoever reads the state until then."""
+    this one that take no gradient. `before_step`: called at the beginning of each step, on all ranks. `recomputed`:
+    what each block of the whole model recomputes, by its number, where that is known. `guard` looks at every step from
+    inside, `spikes` at its loss and gradient norm, `statistics` at those of its shards. `average`: of the weights,
+    where that is to be kept. `before_update` is called before the optimizer changes anything, for whoever reads the
+    state until then."""
 
     job: Job
     parallel: Parallel
@@ -51,6 +52,7 @@ class TrainState:
     exact: Exact | None = None
     own_weight: bool = False
     before: list[Callable[[Batch], Batch]] = field(default_factory=list)
+    before_step: list[Callable[[], None]] = field(default_factory=list)
     guard: Guard | None = None
     recomputed: dict[int, Recompute] = field(default_factory=dict)
     step: int = 0

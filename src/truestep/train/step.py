@@ -67,6 +67,8 @@ def train_step(state: TrainState, batches: list[Batch], num_targets: int, questi
     `questions` are numbers of the loop (stop asked? save due?) that ride along in the step's one agreement.
     """
     parallel, job = state.parallel, state.job
+    for prepare in state.before_step:
+        prepare()
     scale, groups = state.scaler.scale, parallel.groups
     batches = [parallel.own_part(batch) for batch in batches]
     weights = [float(state.loss.weight(batch)) if parallel.counts else 0.0 for batch in batches]

@@ -19,6 +19,8 @@ from truestep.models.hf_pieces import hf_pieces
 from truestep.models.hf_quantised import cast_inputs, dequantised
 from truestep.models.roles import SCORE
 from truestep.numerics.pieces import Piece, find_aliases, piece_of
+from truestep.numerics.quantised.gguf import FILE as GGUF
+from truestep.numerics.quantised.gguf import open_tensors
 from truestep.numerics.quantised.scheme import Scheme, from_config
 from truestep.recipe.model import ModelSection
 
@@ -140,6 +142,12 @@ class _Stored:
 @contextmanager
 def _open_shards(directory: Path, as_stored: bool = False) -> Iterator[dict[str, _Stored]]:
     """Every tensor of the directory by its name; quantised weights decoded, unless `as_stored`."""
+    if (directory / GGUF).exists():
+        section = read_section(directory)
+        heads = int(section.num_heads or 0), int(section.num_kv_heads or 0)
+        opened = open_tensors(directory / GGUF, str(section.family), heads)
+        yield {name: _Stored(tensor) for name, tensor in opened.items()}
+        return
     index = directory / INDEX
     files = sorted(set(read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
     with ExitStack() as stack:

@@ -25,7 +25,7 @@ SHARD_BYTES = 4 * 2**30
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja")
 
-_ALWAYS_AS_IT_IS = ".e_score_correction_bias"
+ALWAYS_AS_IT_IS = ".e_score_correction_bias"
 """DeepSeek-V3's selection bias is small steps added up; `transformers` keeps it in float32 as well."""
 
 
@@ -123,7 +123,7 @@ class _Writer:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if self.problem is not None:
             return
-        if tensor.is_floating_point() and not name.endswith(_ALWAYS_AS_IT_IS):
+        if tensor.is_floating_point() and not name.endswith(ALWAYS_AS_IT_IS):
             tensor = tensor.to(self.dtype or tensor.dtype)
             self.kept = self.kept or tensor.dtype
         if self.held and sum(t.nbytes for t in self.held.values()) + tensor.nbytes > self.shard_bytes:
@@ -163,20 +163,61 @@ class _Writer:
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
             _write_json(partial / INDEX, {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map})
-        ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
         dtype = str(self.kept or torch.float32).removeprefix("torch.")
-        _write_json(
-            partial / "config.json", config_from_section(section) | ids | {"torch_dtype": dtype} | dict(self.config)
-        )
-        if generation:
-            _write_json(partial / "generation_config.json", dict(generation))
-        for file in TOKENIZER_FILES:
-            if tokenizer_dir is not None and (tokenizer_dir / file).exists():
-                shutil.copyfile(tokenizer_dir / file, partial / file)
-        for path in [*partial.iterdir(), partial]:
-            sync(path)
-        os.rename(partial, self.directory)
-        sync(self.directory.parent)
+        _describe(partial, section, tokenizer_dir, generation, {"torch_dtype": dtype} | dict(self.config))
+        _settle(partial, self.directory)
+
+
+def save_beside(
+    directory: Path,
+    file: str,
+    write: Callable[[Path], None],
+    section: ModelSection,
+    *,
+    tokenizer_dir: Path | None = None,
+    generation: Mapping[str, Any] | None = None,
+) -> int:
+    """A directory whose weights lie in one file of another layout, which `write` makes; as `save_stored` otherwise.
+    Returns the bytes of that file."""
+    if directory.exists():
+        raise ModelError(f"{directory} exists already; export to a new name, nothing is overwritten.")
+    partial = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir(parents=True)
+        write(partial / file)
+        _describe(partial, section, tokenizer_dir, generation or {}, {"torch_dtype": "float32"})
+        _settle(partial, directory)
+        return (directory / file).stat().st_size
+    except OSError as error:
+        sentence = f"{directory} cannot be written: {error}; give a folder with room and permission."
+        raise ModelError(sentence) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _describe(
+    partial: Path,
+    section: ModelSection,
+    tokenizer_dir: Path | None,
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> None:
+    """Everything of a directory but its weights."""
+    ids = {key: generation[key] for key in TOKEN_IDS if key in generation}
+    _write_json(partial / "config.json", config_from_section(section) | ids | dict(config))
+    if generation:
+        _write_json(partial / "generation_config.json", dict(generation))
+    for file in TOKENIZER_FILES:
+        if tokenizer_dir is not None and (tokenizer_dir / file).exists():
+            shutil.copyfile(tokenizer_dir / file, partial / file)
+
+
+def _settle(partial: Path, directory: Path) -> None:
+    """Give what is written its name, once it is on disk."""
+    for path in [*partial.iterdir(), partial]:
+        sync(path)
+    os.rename(partial, directory)
+    sync(directory.parent)
 
 
 def _aliases(pieces: Mapping[str, Piece]) -> dict[str, str]:

@@ -46,11 +46,27 @@ def stage_problems(stage: Stage, at: str, recipe: Recipe) -> Iterator[Problem]:
     if stage.kind == "reward_model" and recipe.machine.mesh.cp != 1:
         text = f"is {recipe.machine.mesh.cp}, but the scores of stage {stage.name!r} need whole rows; set it to 1."
         yield Problem("machine.mesh.cp", text, (f"{at}.kind",))
-    if stage.lora is not None and stage.start == "init":
-        yield Problem(f"{at}.lora", 'adapts frozen weights, but start = "init" has none; start from a model.')
+    if stage.lora is not None:
+        yield from _lora(stage, stage.lora, f"{at}.lora", recipe)
+    if stage.kind == "preference":
+        yield from _preference(stage, at)
     if stage.remember.kl:
         yield from _kl(stage, f"{at}.remember.kl")
     yield from _formats(stage, at, recipe)
+
+
+def _lora(stage: Stage, section: Lora, at: str, recipe: Recipe) -> Iterator[Problem]:
+    if stage.start == "init":
+        yield Problem(at, 'adapts frozen weights, but start = "init" has none; start from a model.')
+    if section.merge:
+        return
+    if stage.sample is not None:
+        text = "is false, so that no model is written of which samples could be shown; set it to true."
+        yield Problem(f"{at}.merge", text, (f"{at.removesuffix('.lora')}.sample",))
+    for number, other in enumerate(recipe.stages):
+        if other.start == f"stage:{stage.name}":
+            text = f"is {other.start!r}, which writes an adapter alone; set lora.merge = true there."
+            yield Problem(f"stages.{number}.start", text, (f"{at}.merge",))
 
 
 def _kl(stage: Stage, at: str) -> Iterator[Problem]:
@@ -62,15 +78,41 @@ def _kl(stage: Stage, at: str) -> Iterator[Problem]:
         yield Problem(at, 'pulls to the start, but start = "init" knows nothing; remove it.', (f"{above}.start",))
 
 
+def _preference(stage: Stage, at: str) -> Iterator[Problem]:
+    if stage.start == "init" and stage.preference.kind != "simpo":
+        text = 'is "init", but preferences are measured against the start, and fresh weights know nothing; name a model.'
+        yield Problem(f"{at}.start", text, (f"{at}.kind",))
+    if stage.lora is not None and stage.lora.dropout:
+        text = (
+            f"is {stage.lora.dropout:g}, but the model and its reference are compared without dropout "
+            f'(kind = "preference"); set it to 0.'
+        )
+        yield Problem(f"{at}.lora.dropout", text, (f"{at}.kind",))
+
+
 def _quantise(section: Quantise, at: str) -> Iterator[Problem]:
     gptq = section.method == "gptq" and section.scheme in ("int4", "int8")
     if (gptq or section.scheme in STATIC) and section.calibration is None:
         asks = 'method = "gptq"' if gptq else f'scheme = "{section.scheme}"'
         text = f"is missing, but {asks} looks at data; name a [data.*] section."
         yield Problem(f"{at}.calibration", text, (f"{at}.method", f"{at}.scheme"))
+    if section.format == "gguf":
+        yield from _gguf(section, at)
     if section.group == 0:
         yield Problem(
             f"{at}.group", "is 0, and a scale needs inputs to share it; set it to 128, say, or to -1 for all."
+        )
+
+
+def _gguf(section: Quantise, at: str) -> Iterator[Problem]:
+    if section.scheme not in ("int8", "int4"):
+        text = f'is "{section.scheme}", which format = "gguf" does not have; take int8 (Q8_0) or int4 (Q4_0, Q4_1).'
+        yield Problem(f"{at}.scheme", text, (f"{at}.format",))
+    elif section.scheme == "int4" and section.group != 32:
+        yield Problem(f"{at}.group", f"is {section.group}, but GGUF's blocks have 32; set it to 32.", (f"{at}.format",))
+    elif section.scheme == "int8" and not section.symmetric:
+        yield Problem(
+            f"{at}.symmetric", "is false, but GGUF's 8 bits have no zero point; set it to true.", (f"{at}.format",)
         )
 
 

@@ -20,13 +20,16 @@ from truestep.models.decoder import Decoder
 from truestep.models.hf import read_generation, read_scheme, read_section
 from truestep.models.hf_names import hf_parts
 from truestep.models.hf_pieces import hf_pieces
-from truestep.models.hf_save import save_stored
+from truestep.models.hf_save import ALWAYS_AS_IT_IS, save_beside, save_stored
 from truestep.models.layers import Linear
 from truestep.models.load import load_model, stored_dtype, tensors_of
 from truestep.numerics.batch import Batch
 from truestep.numerics.digest import state_digest
+from truestep.numerics.quantised.gguf import FILE as GGUF
+from truestep.numerics.quantised.gguf import open_tensors
 from truestep.numerics.quantised.inputs import FIXED, fixed_scale
 from truestep.numerics.quantised.scheme import Scheme, to_config
+from truestep.quant import gguf
 from truestep.quant.calibrate import calibrate
 from truestep.quant.gptq import Seen
 from truestep.quant.select import Choice, Weight, choose, fused
@@ -88,7 +91,7 @@ def make_plan(stage: Stage, start: Start) -> Plan:
     """ModelError for a model that cannot be quantised so."""
     settings, directory = stage.quantise, start.directory
     what = f"stage {stage.name!r} starts from {start.pinned}"
-    if read_scheme(directory) is not None:
+    if read_scheme(directory) is not None or (directory / GGUF).exists():
         raise ModelError(f"{what}, which is quantised already, and rounding adds up; start from what it was made from")
     section = read_section(directory)
     if section.module is not None or section.scores:
@@ -105,9 +108,15 @@ def make_plan(stage: Stage, start: Start) -> Plan:
             f'{what}, which has experts, and scheme = "{settings.scheme}" finds scales of inputs of plain maps only; '
             f"take one without fixed scales"
         )
-    choice = choose(weights_of(model), settings.keep, scheme)
+    weights = weights_of(model)
+    choice = choose(weights, settings.keep, scheme)
+    if settings.format == "gguf":
+        widths = {name: one.shape[-1] for one in weights for name in one.theirs if name in choice.quantised}
+        gguf.check(section, settings.scheme, settings.symmetric, widths)
     rows = stage.context or min(section.max_context, CONTEXT)
-    return Plan(start, section, scheme, choice, stored_dtype(directory), rows)
+    # the layout decodes NVFP4 to bfloat16, and does so into models of that dtype only
+    dtype = torch.bfloat16 if scheme.kind == "nvfp4" else stored_dtype(directory)
+    return Plan(start, section, scheme, choice, dtype, rows)
 
 
 def weights_of(model: Decoder) -> list[Weight]:
@@ -147,23 +156,44 @@ def make(context: Context, stage: Stage, plan: Plan, batches: list[Batch]) -> St
     shutil.rmtree(directory, ignore_errors=True)
     model = load_model(start, device=context.job.device)
     assert isinstance(model, Decoder)
-    stored = quantise(model, plan.choice, plan.scheme, plan.dtype, stage.quantise, batches)
     kept = Counter(plan.choice.kept.values())
     said = ", ".join(f"{count} kept ({why})" for why, count in kept.items())
     context.progress.say(f"{stage.name}: {len(plan.choice.quantised)} weights quantised; {said}")
-    save_stored(
-        directory,
-        stored.items(),
-        plan.section,
-        dtype=plan.dtype,
-        config={"quantization_config": to_config(plan.scheme, plan.choice.kept_maps)},
-        tokenizer_dir=start,
-        generation=read_generation(start),
-    )
+    if stage.quantise.format == "gguf":
+        stored = write_gguf(directory, model, stage, plan)
+    else:
+        stored = quantise(model, plan.choice, plan.scheme, plan.dtype, stage.quantise, batches)
+        save_stored(
+            directory,
+            stored.items(),
+            plan.section,
+            dtype=plan.dtype,
+            config={"quantization_config": to_config(plan.scheme, plan.choice.kept_maps)},
+            tokenizer_dir=start,
+            generation=read_generation(start),
+        )
     listed = {"quantised": list(plan.choice.quantised), "kept": dict(plan.choice.kept)}
     with writing(directory / LIST):
         publish(directory / LIST, json.dumps(listed, indent=1).encode())
     return stored
+
+
+def write_gguf(directory: Path, model: Decoder, stage: Stage, plan: Plan) -> Stored:
+    """The model's directory with one GGUF file. The tensors that it holds, as the numbers that they stand for."""
+    settings, start = stage.quantise, plan.start.directory
+    pieces = {name: piece.local.cpu() for name, piece in hf_pieces(tensors_of(model), plan.section).items()}
+    for name, tensor in pieces.items():
+        check_finite(name, tensor)
+    kind, names = gguf.KINDS[settings.scheme, settings.symmetric], frozenset(plan.choice.quantised)
+    generation = read_generation(start)
+
+    def write(file: Path) -> None:
+        gguf.write(file, pieces.items(), names, kind, plan.section, start, generation)
+
+    save_beside(directory, GGUF, write, plan.section, tokenizer_dir=start, generation=generation)
+    heads = int(plan.section.num_heads or 0), int(plan.section.num_kv_heads or 0)
+    opened = open_tensors(directory / GGUF, str(plan.section.family), heads)
+    return {name: tensor[...] for name, tensor in opened.items()}
 
 
 @torch.no_grad()
@@ -179,7 +209,7 @@ def quantise(
     pieces = {name: piece.local for name, piece in hf_pieces(tensors_of(model), model.section).items()}
     for name, tensor in pieces.items():
         check_finite(name, tensor)
-    stored: Stored = {name: pieces[name].cpu() for name in choice.kept if name in pieces}
+    stored: Stored = {name: _kept(name, pieces[name], dtype) for name in choice.kept if name in pieces}
     done: set[str] = set()
 
     def settle(name: str, seen: Seen | None = None) -> None:
@@ -205,6 +235,11 @@ def quantise(
         if name not in done:
             settle(name)
     return stored
+
+
+def _kept(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    narrow = tensor.is_floating_point() and not name.endswith(ALWAYS_AS_IT_IS)
+    return (tensor.to(dtype) if narrow else tensor).cpu()
 
 
 def held_out(context: Context, stage: Stage, plan: Plan, corpora: Corpora, directory: Path) -> HeldOut | None:

@@ -97,6 +97,15 @@ def test_properties_16_to_19_a_score_depends_on_its_sample_alone(padding):
         assert score_rows(model, tokens_BT, real_BT).item() == pytest.approx(wanted, abs=1e-5)
 
 
+def test_property_18_positions_begin_at_the_first_real_token():
+    """posttraining-anchors, section 4, property 18. Rotary scores hardly tell, so what the model is given is looked at."""
+    model, given = built(section().scoring()), []
+    model.register_forward_pre_hook(lambda _, args: given.append(args[1:]))
+    score_rows(model, torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[False, False, True, True, True]]))
+    positions_BT, documents_BT = given[0]
+    assert positions_BT.tolist() == [[0, 0, 0, 1, 2]] and documents_BT.tolist() == [[-1, -1, 0, 0, 0]]
+
+
 def test_property_20_a_fresh_head_scores_0(tmp_path):
     """posttraining-anchors, section 4, property 20: a model of text becomes one of scores; its own head is left out."""
     for tied in (False, True):

@@ -98,7 +98,7 @@ def test_properties_16_to_19_a_score_depends_on_its_sample_alone(padding):
 
 
 def test_property_18_positions_begin_at_the_first_real_token():
-    """posttraining-anchors, section 4, property 18. Rotary scores hardly tell, so what the model is given is looked at."""
+    """posttraining-anchors, section 4, property 18. Rotary scores hardly tell: what the model is given does."""
     model, given = built(section().scoring()), []
     model.register_forward_pre_hook(lambda _, args: given.append(args[1:]))
     score_rows(model, torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[False, False, True, True, True]]))

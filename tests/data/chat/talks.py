@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def byte_ids(template: str | None = "chatml", *more: str) -> Tokenizer:
 def merged_ids(template: str) -> Tokenizer:
     """A byte-level BPE, in which texts join."""
     texts = ["Hello, hello there\n\n\nassistant user system im_end im_start <|im_end|> <|im_start|>\n\n"] * 3
-    return train_bpe(texts, 300, [START, END, "<s>"]).with_chat_template(TEMPLATES[template])
+    return train_bpe(texts, 295, [START, END, "<s>"]).with_chat_template(TEMPLATES[template])
 
 
 def sentence_pieces(template: str) -> Tokenizer:
@@ -133,7 +134,7 @@ def targets(sample: Sample, tokenizer: Tokenizer) -> list[str]:
 
 def _runs(roles: np.ndarray) -> Iterator[tuple[int, int, int]]:
     borders = [0, *(np.flatnonzero(np.diff(roles)) + 1).tolist(), len(roles)]
-    return ((int(roles[a]), a, b) for a, b in zip(borders, borders[1:]))
+    return ((int(roles[a]), a, b) for a, b in pairwise(borders))
 
 
 def saved(tokenizer: Tokenizer, folder: Path) -> str:

@@ -48,7 +48,7 @@ def test_c07_a_message_that_spells_control_tokens_starts_no_turn():
 @settings(max_examples=60, deadline=None)
 @given(question=SPELLED, answer=SPELLED)
 def test_texts_never_become_special_ids(make, name, question, answer):
-    """Special ids of a row are those of the same row with harmless texts, whatever its texts spell; or it is refused."""
+    """A row has the special ids of the same row with harmless texts, whatever its texts spell; or it is refused."""
     tokenizer = _made(make, name)
     harmless = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     wanted = special_ids(only(rendered({"messages": harmless}, tokenizer)).ids, tokenizer)

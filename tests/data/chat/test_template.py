@@ -1,4 +1,4 @@
-"""Templates render, and become ids, as with Hugging Face's apply_chat_template; a saved tokenizer keeps its template."""
+"""Templates render, and become ids, as with Hugging Face's apply_chat_template; a saved tokenizer keeps its own."""
 
 from datetime import date
 

@@ -93,7 +93,7 @@ class Row:
         return message
 
     def _role(self, value: Any, where: str) -> str:
-        if value in self._roles:
+        if isinstance(value, str) and value in self._roles:
             return self._roles[value]
         name, known = self.name("role"), ", ".join(self._roles)
         raise RowError(
@@ -108,7 +108,8 @@ class Row:
             kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
             if any(kind != "text" for kind in kinds):
                 raise RowError("not text", f"{where} has a part of type {kinds!r}; only parts of text are taken.")
-            value = "".join(part["text"] for part in value)
+            texts = [part.get("text") for part in value]
+            value = "".join(texts) if all(isinstance(text, str) for text in texts) else texts
         if value is None:
             return ""
         if not isinstance(value, str):

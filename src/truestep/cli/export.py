@@ -72,13 +72,12 @@ def export(
         from truestep.stages.from_checkpoint import model_from_run
 
         found = model_from_run(Path(source), stage, module)
-        ids = {"bos_token_id": found.eod_id, "eos_token_id": found.eod_id, "pad_token_id": found.eod_id}
         save_hf(
             target,
             tensors_of(found.model),
             found.section,
             tokenizer_dir=found.tokenizer_dir,
-            generation=ids,
+            generation=found.token_ids,
             **options,
         )
         print(f"wrote step {found.step} of stage {found.stage} to {target}")

@@ -75,6 +75,14 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
+def token_ids(tokenizer: Tokenizer) -> dict[str, int | list[int]]:
+    """What a model directory's settings say of tokens: what ends a text and, of a chat model, a turn, after it; what
+    begins a text and what pads, which is the end of a document where the tokenizer names nothing else."""
+    ends, named = end_ids(tokenizer), tokenizer.template_variables
+    begin, pad = (tokenizer.id_of(named.get(name, tokenizer.eod)) for name in ("bos_token", "pad_token"))
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0], "bos_token_id": begin, "pad_token_id": pad}
+
+
 def template_of(tokenizer: Tokenizer) -> ChatFormat:
     """The tokenizer's chat template, for which today is today. DataError where there is none."""
     source = tokenizer.chat_template

@@ -19,7 +19,7 @@ from truestep.numerics.digest import state_digest
 from truestep.recipe.digests import what
 from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
-from truestep.rollout.directory import sample_from
+from truestep.rollout.directory import sample_from, token_ids
 from truestep.stages.context import Context
 from truestep.stages.corpora import Corpora
 from truestep.stages.export_adapter import export_adapter
@@ -91,20 +91,18 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
         shutil.rmtree(directory, ignore_errors=True)
 
     context.job.agree(f"clear/{stage.name}", clear)
-    eod = pad = done.corpora.tokenizer.eod_id
+    corpora, pad = done.corpora, None
     if done.section.scores:
-        pad = padding_id(done.corpora.tokenizer_dir, eod, done.corpora.stores.values())
-    options: dict[str, Any] = {
-        "tokenizer_dir": done.corpora.tokenizer_dir,
-        "generation": {"eos_token_id": eod, "bos_token_id": eod, "pad_token_id": pad},
-    }
+        pad = padding_id(corpora.tokenizer_dir, corpora.tokenizer.eod_id, corpora.stores.values())
+    ids = token_ids(corpora.tokenizer) | ({} if pad is None else {"pad_token_id": pad})
+    options: dict[str, Any] = {"tokenizer_dir": corpora.tokenizer_dir, "generation": ids}
     if stage.lora is not None:
         digest, size = export_adapter(context, stage, done.state, done.section, directory, options)
     else:
         tensors = done.state.result()
         digest = state_digest(tensors)
         size = save_hf(directory, tensors, done.section, **options)
-    if done.section.scores and context.job.first and (stage.lora is None or stage.lora.merge):
+    if pad is not None and context.job.first and (stage.lora is None or stage.lora.merge):
         name_padding(directory, pad)
     place = str(directory.relative_to(context.run_dir))
     context.note("model", stage=stage.name, path=place, digest=digest, bytes=size)

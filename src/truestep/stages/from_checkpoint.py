@@ -15,6 +15,7 @@ from truestep.models.decoder import Decoder
 from truestep.models.load import require_own_module
 from truestep.recipe.load import load
 from truestep.recipe.model import ModelSection
+from truestep.rollout.directory import token_ids
 from truestep.runlog.log import read
 from truestep.stages.corpora import build_tokenizer
 from truestep.storage.store import open_store
@@ -27,7 +28,7 @@ class CheckpointModel:
     model: nn.Module
     section: ModelSection
     tokenizer_dir: Path
-    eod_id: int
+    token_ids: dict[str, int | list[int]]
     stage: str
     step: int
 
@@ -53,5 +54,5 @@ def model_from_run(run_dir: Path, stage: str | None = None, own_module: str | No
     if loaded is None:
         raise CheckpointError(f"{store.url} holds no checkpoint yet; wait for its first one")
     tokenizer_dir = build_tokenizer(recipe, run_dir.parent / ".data", print)
-    eod = load_tokenizer(tokenizer_dir).eod_id
-    return CheckpointModel(model, section, tokenizer_dir, eod, chosen.stage, loaded.step)
+    ids = token_ids(load_tokenizer(tokenizer_dir))
+    return CheckpointModel(model, section, tokenizer_dir, ids, chosen.stage, loaded.step)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.data.chat.talks import TOOLS, byte_ids, merged_ids, only, rendered, sentence_pieces, targets, words
 from truestep.data.chat.encoding import TemplateEncoder, blanked
 from truestep.data.samples import RowError
+from truestep.data.tokenizer import Tokenizer
 
 MAKERS = [(byte_ids, "chatml"), (merged_ids, "chatml"), (sentence_pieces, "inst"), (words, "inst")]
 PARTS = [
@@ -137,6 +138,27 @@ def test_encoding_of_plain_text_is_the_tokenizers():
         encoder = TemplateEncoder(tokenizer)
         for text in ("Hello  there", " a b ", "ü🙂", ""):
             assert encoder.encode([text])[0].tolist() == tokenizer.encode(text).tolist()
+
+
+@pytest.mark.parametrize("make,name", MAKERS)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([*PARTS, "\n", "ü"]), max_size=9).map("".join))
+def test_ids_of_a_text_are_those_of_its_parts_between_special_tokens(make, name, text):
+    encoder = TemplateEncoder(_made(make, name)) if (make, name) not in _ENCODERS else _ENCODERS[make, name]
+    _ENCODERS[make, name] = encoder
+    assert encoder.encode_known(text, {}).tolist() == encoder.encode([text])[0].tolist()
+
+
+_ENCODERS: dict = {}
+
+
+def test_special_tokens_that_take_spaces_are_encoded_whole():
+    spec = byte_ids("chatml").spec
+    added = [token | {"rstrip": True} for token in spec["added_tokens"]]
+    tokenizer = Tokenizer(spec | {"added_tokens": added}, "<|endoftext|>")
+    encoder = TemplateEncoder(tokenizer)
+    end = tokenizer.special["<|im_end|>"]
+    assert encoder.encode_known("a<|im_end|> \nb", {}).tolist() == [97, end, 98]
 
 
 def test_blanked_keeps_shape_and_length():

@@ -35,9 +35,13 @@ class TemplateEncoder:
         self._known = tokenizer.special
         longest_first = sorted(self._known, key=len, reverse=True)
         self._spelling = re.compile("|".join(map(re.escape, longest_first)))
+        self._names_in_order = [token for token in longest_first if token != tokenizer.unknown]
         self._names = {token: f"\ufdd2{number}\ufdd3" for number, token in enumerate(longest_first)}
         self._encoder = tokenizers.Tokenizer.from_str(json.dumps(_renamed(tokenizer.spec, self._names)))
         self._ids = self._true_ids(tokenizer)
+        flags = ("lstrip", "rstrip", "single_word")
+        of_special = [token for token in tokenizer.spec["added_tokens"] if token["special"]]
+        self._apart = bool(self._names_in_order) and not any(token[flag] for token in of_special for flag in flags)
         self.special_ids = np.array(sorted(i for t, i in self._known.items() if t != tokenizer.unknown), dtype=np.int64)
         self._unknown = tokenizer.unknown
 
@@ -70,6 +74,25 @@ class TemplateEncoder:
     def specials(self, text: str) -> list[str]:
         """The special tokens that a rendered text spells, in order."""
         return self._spelling.findall(text)
+
+    def encode_known(self, text: str, known: dict[tuple[bool, str], np.ndarray]) -> np.ndarray:
+        """As `encode`, for one of many texts that have much in common. The library cuts a text at special tokens before
+        anything else, so that what lies between two of them has the same ids in every text (but for the beginning of
+        a text, and for special tokens that take spaces from beside them); `known` keeps these ids."""
+        if not self._apart:
+            return self.encode([text])[0]
+        parts, at, first = [], 0, self._names_in_order[0]
+        for found in [*self._spelling.finditer(text), None]:
+            between = text[at : found.start() if found else len(text)]
+            key = (at == 0, between)
+            if between and key not in known:
+                # special tokens before it, as in the whole text, unless it is the beginning
+                known[key] = self.encode([between])[0] if at == 0 else self.encode([first + between])[0][1:]
+            parts += [known[key]] if between else []
+            if found:
+                parts.append(np.array([self._known[found[0]]], dtype=np.int64))
+                at = found.end()
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Ids, int64, of texts rendered from guarded values."""

@@ -5,6 +5,7 @@ The day that a template takes for today is an argument: text that is built twice
 """
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import date
 from functools import cached_property
@@ -23,6 +24,7 @@ from truestep.errors import DataError
 CHATML = "chatml"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _OPEN, _CLOSE = "\ufddd", "\ufdde"  # code points that are no characters, so no text has them
+_MARK = re.compile(f"([{_OPEN}{_CLOSE}])")
 Messages = Sequence[dict[str, Any]]
 
 
@@ -42,18 +44,19 @@ class ChatTemplate:
         """Whether the template says itself, with {% generation %}, what the assistant makes."""
         return any(word in self.source for word in ("{% generation", "{%- generation", "{%+ generation"))
 
-    def marked(self, messages: Messages, tools: list[Any] | None = None) -> list[tuple[int, int]]:
-        """The characters [start, stop) of `render` that lie between the template's {% generation %} marks."""
-        text = self._rendered(self._marking, messages, tools, False)
-        spans, starts, at = [], [], 0
-        for character in text:
-            if character == _OPEN:
+    def marked(self, messages: Messages, tools: list[Any] | None, text: str) -> list[tuple[int, int]]:
+        """The characters [start, stop) of `text`, which is `render` of the same, that lie between the template's
+        {% generation %} marks."""
+        spans, starts, at, plain = [], [], 0, []
+        for piece in _MARK.split(self._rendered(self._marking, messages, tools, False)):
+            if piece == _OPEN:
                 starts.append(at)
-            elif character == _CLOSE:
+            elif piece == _CLOSE:
                 spans.append((starts.pop(), at))
             else:
-                at += 1
-        if text.replace(_OPEN, "").replace(_CLOSE, "") != self.render(messages, tools):
+                plain.append(piece)
+                at += len(piece)
+        if "".join(plain) != text:
             raise DataError(
                 "the chat template changes the text between its {% generation %} marks, so that they cannot be placed; "
                 "take the marks out of it."

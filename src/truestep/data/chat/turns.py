@@ -48,6 +48,7 @@ class Conversation:
         self._plain = messages, tools
         self._texts: dict[tuple[int, bool], str] = {}
         self._encoded: dict[tuple[int, bool], np.ndarray] = {}
+        self._known: dict[tuple[bool, str], np.ndarray] = {}
 
     def prove(self, answers: Iterable[int]) -> list[Proven]:
         """Every message of `answers` (numbers, in order) as a turn of exactly one of the results, the longest last.
@@ -62,6 +63,7 @@ class Conversation:
                 found.append((count, holder))
             holder.insert(0, turn)
         for count, turns in found:
+            self._check_ids(count)
             self._check_specials(count)
             self._check_marks(count, turns)
         return [Proven(count, self._ids(count), turns) for count, turns in reversed(found)]
@@ -95,6 +97,11 @@ class Conversation:
         last = self._encoder.specials(text)[-1]
         return text[text.rindex(last) + len(last) :]
 
+    def _check_ids(self, count: int) -> None:
+        """The ids of a sample are those of its text in one call of the tokenizer."""
+        if not np.array_equal(self._ids(count), self._encoder.encode([self._text(count)])[0]):
+            raise RuntimeError("the tokenizer makes other ids of a text than of its parts between special tokens")
+
     def _check_specials(self, count: int) -> None:
         """What the template writes by itself has the same special tokens, so none comes from a text."""
         messages, tools = self._plain
@@ -111,7 +118,7 @@ class Conversation:
         them. (Many hold a turn's header too, and some not the token that ends it.)"""
         if not self._template.has_marks or not turns:
             return
-        marks = self._template.marked(self._messages[:count], self._tools)
+        marks = self._template.marked(self._messages[:count], self._tools, self._text(count))
         after = None if self._answers_before(turns[0].message) else 0
         for turn in turns:
             opened, closed = self._text(turn.message, prompt=True), self._text(turn.message + 1)
@@ -130,7 +137,7 @@ class Conversation:
 
     def _ids(self, count: int, prompt: bool = False) -> np.ndarray:
         if (count, prompt) not in self._encoded:
-            self._encoded[count, prompt] = self._encoder.encode([self._text(count, prompt)])[0]
+            self._encoded[count, prompt] = self._encoder.encode_known(self._text(count, prompt), self._known)
         return self._encoded[count, prompt]
 
     def _text(self, count: int, prompt: bool = False) -> str:

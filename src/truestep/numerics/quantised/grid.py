@@ -90,7 +90,9 @@ def to_values(codes: torch.Tensor, scales: Scales, scheme: Scheme) -> torch.Tens
 def nv_inputs(x: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     """x (..., I) as nvfp4 with block scales of its own under a fixed outer scale, in its dtype."""
     blocks = x.float().unflatten(-1, (-1, NV_BLOCK))
-    scale = _wide(Scales(_nv_block_scale(blocks, outer), outer=outer))
+    # the largest by 6 in the dtype of x, as the layout's package has it: a scale that it rounds otherwise moves codes
+    most = (x.unflatten(-1, (-1, NV_BLOCK)).abs().amax(-1) / E2M1.largest).float()
+    scale = _wide(Scales(_nv_block_scale(most, outer), outer=outer))
     codes = encode((blocks / scale[..., None]).contiguous(), E2M1)
     return (decode(codes, E2M1) * scale[..., None]).flatten(-2).to(x.dtype)
 
@@ -142,11 +144,11 @@ def _storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _nv_scales(blocks: torch.Tensor, top: float) -> Scales:
     outer = nv_outer(top).to(blocks.device)
-    return Scales(_nv_block_scale(blocks, outer), outer=outer)
+    return Scales(_nv_block_scale(blocks.abs().amax(-1) / E2M1.largest, outer), outer=outer)
 
 
-def _nv_block_scale(blocks: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    scale = encode(blocks.abs().amax(-1) / E2M1.largest * outer, E4M3)
+def _nv_block_scale(plain: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
+    scale = encode(plain * outer, E4M3)
     return torch.where(scale.float() == 0, _LEAST_NV_SCALE, scale.float()).to(E4M3.dtype)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import truestep
@@ -90,6 +91,23 @@ def test_refusals(model: Path, tmp_path: Path):
     (bare / "generation_config.json").write_text('{"eos_token_id": "two"}')
     with pytest.raises(UserError, match="names eos_token_id = 'two', which is no token id"):
         open_model(bare)
+
+
+def test_an_adapter_changes_answers(model: Path, tmp_path: Path):
+    """Written by hand in PEFT's layout; it speaks for itself in `sample`, too."""
+    section, random = small(), torch.Generator().manual_seed(0)
+    name = "base_model.model.model.layers.0.self_attn.o_proj"
+    sizes = {"lora_A": (2, section.num_heads * section.resolved(37).head_dim), "lora_B": (section.hidden_size, 2)}
+    tensors = {f"{name}.{key}.weight": torch.randn(size, generator=random) for key, size in sizes.items()}
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": r".*layers\.0\.self_attn\.o_proj"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    adapter = ("--adapter", tmp_path / "adapter")
+    assert run(model, "--message", "one", *GREEDY, *adapter) != run(model, "--message", "one", *GREEDY)
+    options = {"temperature": 0.0, "max_new_tokens": 5, "device": "cpu"}
+    alone, adapted = (truestep.sample(model, ["one"], adapter=one, **options) for one in (None, adapter[1]))
+    assert alone != adapted
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What several verbs take: a recipe and overrides of its fields; what a model generates with."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,6 +21,10 @@ Module = Annotated[
         metavar="PACKAGE.MODULE:CLASS",
         help="a model of your own: the module that the directory names, to say that its code may run",
     ),
+]
+Adapter = Annotated[
+    Path | None,
+    typer.Option("--adapter", help="a low-rank adapter for the model, in PEFT's layout", metavar="DIRECTORY"),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token each time", min=0.0)]
 TopP = Annotated[float, typer.Option("--top-p", help="draw from the likeliest tokens of this share", min=0, max=1)]

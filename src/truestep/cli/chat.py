@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from truestep.cli.arguments import Device, Module, Seed, Temperature, TopP
+from truestep.cli.arguments import Adapter, Device, Module, Seed, Temperature, TopP
 from truestep.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Seed = 0,
+    adapter: Adapter = None,
     device: Device = "auto",
     module: Module = None,
 ) -> None:
@@ -42,6 +43,7 @@ def chat(
     talk = open_chat(
         model,
         system,
+        adapter=adapter,
         own_module=module,
         device=device,
         max_new_tokens=max_new_tokens,

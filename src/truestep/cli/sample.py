@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from truestep.cli.arguments import Device, Module, Seed, Temperature, TopP
+from truestep.cli.arguments import Adapter, Device, Module, Seed, Temperature, TopP
 
 Model = Annotated[Path, typer.Argument(help="a model directory, as a run or `export` writes it", metavar="MODEL")]
 Prompts = Annotated[list[str], typer.Argument(help="texts to complete", metavar="PROMPT...")]
@@ -19,6 +19,7 @@ def sample(
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    adapter: Adapter = None,
     device: Device = "auto",
     module: Module = None,
 ) -> None:
@@ -28,6 +29,7 @@ def sample(
 
     from truestep.rollout.directory import sample_from
 
-    texts = sample_from(model, prompts, max_new_tokens, temperature, top_p, seed, own_module=module, device=device)
+    where = {"adapter": adapter, "own_module": module, "device": device}
+    texts = sample_from(model, prompts, max_new_tokens, temperature, top_p, seed, **where)
     for prompt, text in zip(prompts, texts):
         Console().print(Text(prompt) + Text(text, style="green"), soft_wrap=True)

@@ -135,7 +135,7 @@ def export(source: str | os.PathLike[str], target: str | os.PathLike[str], **opt
 
 
 def sample(model: str | os.PathLike[str], prompts: Sequence[str], **options: Any) -> list[str]:
-    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, device,
+    """Completions of prompts by a model directory. Options: max_new_tokens, temperature, top_p, seed, adapter, device,
     own_module."""
     from truestep.rollout.directory import sample_from
 
@@ -144,7 +144,7 @@ def sample(model: str | os.PathLike[str], prompts: Sequence[str], **options: Any
 
 def chat(model: str | os.PathLike[str], system: str | None = None, **options: Any) -> "Chat":
     """A conversation with a model directory: `.say(message)` answers, `.stream(message)` does so piece by piece.
-    Options: max_new_tokens, temperature, top_p, seed, device, own_module."""
+    Options: max_new_tokens, temperature, top_p, seed, adapter, device, own_module."""
     from truestep.rollout.chat import open_chat
 
     return open_chat(Path(model), system, **options)

@@ -93,11 +93,12 @@ def open_chat(
     directory: Path,
     system: str | None = None,
     *,
+    adapter: Path | None = None,
     own_module: str | None = None,
     device: str = "auto",
     **options: Any,
 ) -> Chat:
-    """Load a model directory. Options: max_new_tokens, temperature, top_p, seed. DataError where the model has no chat
-    template."""
-    opened = open_model(directory, own_module=own_module, device=device)
+    """Load a model directory, and an adapter for it if one is named. Options: max_new_tokens, temperature, top_p,
+    seed. DataError where the model has no chat template."""
+    opened = open_model(directory, adapter, own_module=own_module, device=device)
     return Chat(opened, OwnTemplate(template_of(opened.tokenizer)), system, **options)

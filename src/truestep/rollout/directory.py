@@ -17,6 +17,7 @@ from truestep.models.decoder import Decoder
 from truestep.models.foreign import ForeignModel
 from truestep.models.hf import read_generation
 from truestep.models.load import load_model
+from truestep.rollout.adapted import load_adapters
 from truestep.rollout.generate import generate
 
 
@@ -37,20 +38,26 @@ def sample_from(
     top_p: float = 1.0,
     seed: int = 0,
     *,
+    adapter: Path | None = None,
     own_module: str | None = None,
     device: str = "auto",
 ) -> list[str]:
     """Open a model directory and complete the prompts."""
-    opened = open_model(directory, own_module=own_module, device=device)
+    opened = open_model(directory, adapter, own_module=own_module, device=device)
     settings = max_new_tokens, temperature, top_p, seed, opened.stop_ids
     return generate(opened.model, opened.tokenizer, prompts, *settings)
 
 
-def open_model(directory: Path, *, own_module: str | None = None, device: str = "auto") -> Opened:
-    """Load a model and its tokenizer. `device` "auto" is a GPU where there is one."""
+def open_model(
+    directory: Path, adapter: Path | None = None, *, own_module: str | None = None, device: str = "auto"
+) -> Opened:
+    """Load a model, a low-rank adapter for it if one is named, and its tokenizer. `device` "auto" is a GPU where there
+    is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(directory, device=device, own_module=own_module)
+    if adapter is not None:
+        load_adapters(model, directory, {"adapter": adapter})
     tokenizer = load_tokenizer(directory)
     check_vocab(tokenizer, model.section.vocab_size)
     return Opened(model, tokenizer, stop_ids(directory, tokenizer))

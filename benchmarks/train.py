@@ -37,9 +37,9 @@ KINDS = {
 class Contender:
     """A process that does one round when asked to."""
 
-    def __init__(self, name: str, spec: Spec, log: Path):
+    def __init__(self, name: str, spec: Any, log: Path, script: str = "contenders.py"):
         self.name = name
-        command = [sys.executable, str(Path(__file__).with_name("contenders.py")), name, json.dumps(asdict(spec))]
+        command = [sys.executable, str(Path(__file__).with_name(script)), name, json.dumps(asdict(spec))]
         self.log = log.open("w")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
         self.process = subprocess.Popen(command, text=True, **pipes)

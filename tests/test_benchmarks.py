@@ -141,3 +141,13 @@ def test_sdc(tmp_path):
     assert not result["matrix"]["wrongly_named"] and result["matrix"]["all"]["found"] > 0.8
     assert all(figures["false_alarms"] == 0 for figures in result["clean"].values())
     assert result["cost"]["share of recomputation"] > 0
+
+
+@pytest.mark.slow
+def test_posttrain(tmp_path):
+    pytest.importorskip("trl")
+    result = run("posttrain.py", tmp_path / "out.json", "--smoke", "--threads", "1")
+    assert set(result["methods"]) == {"sft", "lora", "dpo", "dpo-online"}
+    for figures in result["methods"].values():
+        assert figures["loss_spread"] < 1e-2 and figures["memory_ratio"] > 0 and len(figures["losses"][0]) == 2
+    assert result["methods"]["sft"]["loss_spread"] < 1e-4, "the two sides did not do the same work"

@@ -97,6 +97,23 @@ def test_property_56_a_model_that_distils_itself_stands_still(taught, top_k):
     assert metrics_of(run_dir, 1)["divergence"] == 0.0 and metrics_of(run_dir, 1)["nll"] > 1.0
 
 
+@pytest.mark.parametrize(
+    ("world", "mesh"), [(1, {}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2})], ids=["alone", "fsdp", "tp", "pp"]
+)
+def test_a_stored_teacher_gives_the_losses_of_an_online_one(taught, world, mesh):
+    folder, teacher = taught
+    distill = {"top_k": 8, "temperature": 1.5, "divergence": "reverse"}
+    if not (folder / "runs" / "online").exists():
+        verbs.run(body(folder, "online", teacher, distill))
+    name = f"stored-{world}-{'-'.join(mesh)}"
+    stored = body(folder, name, teacher, distill | {"logits": "stored"}, mesh)
+    stored["run"]["dir"] = str(folder / name)  # a store of its own
+    assert set(run_job(_carry_out, world, stored)) == {"finished"}
+    made = sorted(path.name.rpartition("-")[0] for path in (folder / name / ".data").glob("teacher_*"))
+    assert made == ["teacher_ids", "teacher_logp"]
+    assert losses(folder / name / name) == pytest.approx(losses(folder / "runs" / "online"), rel=2e-5)
+
+
 def test_property_55_vocabularies_are_compared_by_model_configurations(taught):
     """posttraining-anchors, section 4, property 55; trl#2215, #6252, ModelOpt#2489: 151,936 and 152,064 rows."""
     folder, teacher = taught
@@ -121,6 +138,7 @@ def test_property_55_a_teacher_sees_its_own_tokens(taught):
         ({"teacher": "init"}, "fresh weights teach nothing"),
         ({"logits": "stored"}, "keeps the likeliest tokens only"),
         ({"mix": 0.2}, "mix"),
+        ({"top_k": 300}, "there are 257 ids in all"),
         ({"student": STUDENT | {"num_heads": 3}}, "distill.student.num_heads"),
     ],
 )

@@ -117,11 +117,11 @@ def assemble(context: Context, stage: Stage, precision: str | None = None) -> Pa
     )
     if stage.lora is not None and start:
         state.base = context.job.agree(f"base/{stage.name}", partial(files_digest, start.directory))
-    teach(context, stage, state, section, precision, corpora.tokenizer)
+    with_columns = teach(context, stage, state, section, precision, corpora)
     remember(context, stage, state, start, precision)
-    with_reference = refer(context, stage, state, start, precision, corpora)
-    if with_reference is not corpora:
-        corpora = with_reference
+    with_columns = refer(context, stage, state, start, precision, with_columns)
+    if with_columns is not corpora:
+        corpora = with_columns
         loader = Loader(corpora.training(stage), stage.context, recipe.run.seed, stage.mask_documents)
     held_out = corpora.held_out(stage)
     measure = held_out and partial(evaluate_on, state, stage, machine.microbatch_rows, held_out, corpora.tokenizer)

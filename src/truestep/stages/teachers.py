@@ -1,19 +1,29 @@
 """Models beside the one that a stage trains: the teacher of a distillation, laid over the same ranks."""
 
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
+import torch
+
+from truestep.data.packing import Column
 from truestep.data.tokenizer import Tokenizer, load_tokenizer
-from truestep.errors import ModelError, UserError
-from truestep.losses.distill import HIDDEN, Distillation
+from truestep.errors import ModelError
+from truestep.losses.distill import HIDDEN, IDS, LOGP, Distillation, teacher_columns
 from truestep.losses.remember import HIDDEN as REMEMBERED
 from truestep.losses.remember import Remembering
 from truestep.models.build import build_model
 from truestep.models.hf import read_section
 from truestep.models.load import tensors_of
+from truestep.numerics.batch import Batch
+from truestep.numerics.digest import files_digest
 from truestep.parallel.mesh import Limits
+from truestep.parallel.model import Parallel
 from truestep.recipe.model import ModelSection
 from truestep.recipe.stage import Stage
 from truestep.stages.context import Context
+from truestep.stages.corpora import Corpora, mixture
+from truestep.stages.precompute import Wanted, token_columns
 from truestep.stages.starts import Start, load_into, open_start
 from truestep.train.build import HEAD_CHUNK_TOKENS
 from truestep.train.frozen import Frozen, HiddenStates, freeze
@@ -21,20 +31,41 @@ from truestep.train.state import TrainState
 
 
 def teach(
-    context: Context, stage: Stage, state: TrainState, student: ModelSection, precision: str, tokenizer: Tokenizer
-) -> None:
-    """Let a teacher give its hidden states to the loss, where the stage distils online. Collective."""
-    if stage.distill is None or not isinstance(state.loss, Distillation):
-        return
-    if stage.distill.logits == "stored":
-        raise UserError(
-            f'stage {stage.name!r} has distill.logits = "stored", and nothing writes a teacher\'s store yet; write '
-            f'"online", which gives the same loss'
-        )
+    context: Context, stage: Stage, state: TrainState, student: ModelSection, precision: str, corpora: Corpora
+) -> Corpora:
+    """Let a teacher give its hidden states to the loss in every step, or its likeliest tokens to a store before the
+    first one; returns the corpora with the stored columns, if there are such. Collective."""
+    loss = state.loss
+    if stage.distill is None or not isinstance(loss, Distillation):
+        return corpora
     teacher = teacher_of(context, stage)
-    section = check_teacher(stage, teacher, student, tokenizer)
+    section = check_teacher(stage, teacher, student, corpora.tokenizer)
     frozen = frozen_model(context, stage, teacher, section, state, precision)
-    state.before.append(HiddenStates(frozen, HIDDEN, state.loss))
+    if stage.distill.logits == "online":
+        state.before.append(HiddenStates(frozen, HIDDEN, loss))
+        return corpora
+    digest = context.job.agree(f"teacher/{stage.name}/digest", partial(files_digest, teacher.directory))
+    told = {"top_k": loss.target.top_k, "temperature": loss.target.temperature}
+    decides = {"model": digest, "precision": precision, **told}
+    shape, columns = (loss.target.top_k + 1,), dict(corpora.columns)
+    wanted = [
+        Wanted(name, Column(np.dtype(kind), shape), partial(_stored, loss, name), decides)
+        for name, kind in ((IDS, "int32"), (LOGP, "float32"))
+    ]
+    for item in [*mixture(stage), *stage.remember.replay]:
+        corpus = corpora.corpus(stage, item.data)
+        made = (token_columns(context, frozen.parallel, item.data, corpus, stage, one) for one in wanted)
+        columns[item.data] = tuple(made)
+    return replace(corpora, columns=columns)
+
+
+def _stored(loss: Distillation, column: str, parallel: Parallel, batch: Batch) -> torch.Tensor | None:
+    """One of the columns of a microbatch."""
+    out, target = Frozen(parallel).head_input(batch), loss.target
+    if out is None:
+        return None
+    chunk = max(1, loss.chunk_tokens // 2)
+    return teacher_columns(out, batch.labels_BT, target.top_k, target.temperature, chunk)[column]
 
 
 def remember(context: Context, stage: Stage, state: TrainState, start: Start | None, precision: str) -> None:
@@ -69,6 +100,11 @@ def check_teacher(stage: Stage, teacher: Start, student: ModelSection, tokenizer
         raise ModelError(
             f"{what} has logits for {section.vocab_size} ids, but the student has {student.vocab_size}; give the "
             f"student vocab_size = {section.vocab_size}, or name a teacher with its vocabulary"
+        )
+    if stage.distill is not None and stage.distill.top_k >= section.vocab_size:
+        raise ModelError(
+            f"stage {stage.name!r} has distill.top_k = {stage.distill.top_k}, but there are {section.vocab_size} ids "
+            f"in all; take fewer, or 0 for the whole vocabulary"
         )
     if stage.context > section.max_context:
         raise ModelError(f"{what} takes rows of {section.max_context} tokens, not {stage.context}; lower the context")

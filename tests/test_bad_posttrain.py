@@ -213,8 +213,6 @@ QUANTISED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "group that does not divide": ({"group": 24}, ["groups of 24 do not divide", "quantise.group"]),
     "pattern of nothing": ({"group": 8, "keep": ["*dwon*"]}, ["'*dwon*'", "correct the pattern"]),
     "nothing left": ({"group": 8, "keep": ["*"]}, ["no weight", "shorten"]),
-    "groups of a quarter for GGUF": ({"group": 8, "format": "gguf"}, ["gguf", "group"]),
-    "fp8 for GGUF": ({"scheme": "fp8", "format": "gguf"}, ["gguf", "scheme"]),
 }
 
 

@@ -78,6 +78,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["calibration names 'trian'", "did you mean 'train'"],
     ),
     "no group": (recipe("quantise", quantise={"group": 0}), ["quantise.group is 0", "-1"]),
+    "groups for GGUF": (recipe("quantise", quantise={"format": "gguf"}), ["group is 128", "set it to 32"]),
+    "fp8 for GGUF": (
+        recipe("quantise", quantise={"scheme": "fp8", "format": "gguf"}),
+        ['scheme is "fp8"', 'format = "gguf" does not have', "take int8"],
+    ),
     "unknown replay": (recipe("sft", remember={"replay": [{"data": "old"}]}), ["replay names 'old'", "known: train"]),
     "scores in parts of rows": (
         recipe("reward_model", "preference", machine={"mesh": {"cp": 2}}),

@@ -55,6 +55,7 @@ OPTIONS: dict[str, Turned] = {
         KTO,
         {"format": "labels", "preference": {"kind": "kto", "undesirable": 2.0}},
     ),
+    "Preference.kl_pairs": ("preference", KTO, {"format": "labels", "preference": {"kind": "kto", "kl_pairs": 2}}),
     "Preference.sft": ("preference", DPO, {"preference": {"sft": 0.5}}),
     "Reward.kind": ("reward_model", {}, STEPS),
     "Reward.margins": ("reward_model", {"format": "margins"}, {"format": "margins", "reward": {"margins": True}}),

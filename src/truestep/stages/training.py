@@ -17,6 +17,7 @@ from truestep.stages.opening import say_idle, say_start
 from truestep.stages.resume import open_checkpoints, resume
 from truestep.stages.rollback import StageRewinder
 from truestep.train.balance import Balance
+from truestep.train.falling import BothFall
 from truestep.train.invariants import Invariants
 from truestep.train.loop import Loop
 from truestep.train.pace import Pace
@@ -55,7 +56,12 @@ def carry_out(context: Context, stage: Stage) -> str:
         evaluate_every=stage.evaluate.every if stage.evaluate else 0,
         evaluate_data=stage.evaluate.data if stage.evaluate else None,
         interval=_interval(context),
-        checks=[watch, *invariants(context, state), *drills(context, stage.name, checkpointer.store)],
+        checks=[
+            watch,
+            *invariants(context, state),
+            *drills(context, stage.name, checkpointer.store),
+            *astray(context, stage),
+        ],
         rewinder=StageRewinder(context, parts, feed, checkpointer),
         balance=balance(context, state),
         profiler=StepProfiler(machine.profile_steps, job.device) if machine.profile_steps else None,
@@ -79,6 +85,16 @@ def invariants(context: Context, state: TrainState) -> list[Invariants]:
     """If they are wanted."""
     settings = context.recipe.sentinel
     return [Invariants(state, settings.sweep_every)] if settings.invariants else []
+
+
+def astray(context: Context, stage: Stage) -> list[BothFall]:
+    """Of preferences."""
+
+    def tell(text: str) -> None:
+        context.note("note", text=f"{stage.name}: {text}")
+        context.progress.alarm(f"{stage.name}: {text}")
+
+    return [BothFall(tell)] if stage.kind == "preference" else []
 
 
 def balance(context: Context, state: TrainState) -> Balance | None:

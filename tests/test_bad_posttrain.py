@@ -1,6 +1,8 @@
 """Bad input of the stages after pretraining, through the command line: one sentence, exit code 2, nothing half-made."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests import small_post
 from tests.refusals import files, truestep, write_recipe
 from tests.small_post import turn
+from truestep.cli import verbs
 from truestep.data.tokenizer import bytes_tokenizer
 
 
@@ -239,3 +242,65 @@ def test_calibration_without_a_row(capsys, tmp_path):
 def test_calibration_whose_rows_are_all_refused(capsys, tmp_path):
     small_post.write_rows(tmp_path / "rows", "messages", [{"messages": [turn("user", "a")]}])
     refused(capsys, tmp_path, small_post.recipe(tmp_path, "quantise", quantise=GPTQ), "messages.jsonl", "assistant")
+
+
+# Adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> Path:
+    """A folder with a model, "base", and its adapter, "adapter"."""
+    folder = tmp_path_factory.mktemp("adapted")
+    outcome = verbs.run(small_post.recipe(folder, "sft", steps=2, lora={"rank": 4}))
+    shutil.copytree(outcome.models["tuned"] / "adapter", folder / "adapter")
+    return folder
+
+
+def renamed(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    named = {name.replace("base_model.model.model.", "base_model.model."): x for name, x in tensors.items()}
+    save_file(named, adapter / "adapter_model.safetensors")
+
+
+def halved(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    some = {name: x for name, x in tensors.items() if "layers.0" not in name or "q_proj" not in name}
+    save_file(some, adapter / "adapter_model.safetensors")
+
+
+def zeroed(adapter: Path) -> None:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: torch.zeros_like(x) for name, x in tensors.items()}, adapter / "adapter_model.safetensors")
+
+
+def without_weights(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+
+
+def of_another_kind(adapter: Path) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+
+
+ADAPTERS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "renamed keys": (renamed, ["for which the model has no place", "rename the keys"]),
+    "missing tensors": (halved, ["lacks", "attention.q.weight", "fetch it again"]),
+    "no effect": (zeroed, ["changes nothing"]),
+    "no weights": (without_weights, ["is no adapter", "does not exist"]),
+    "another computation": (of_another_kind, ["use_dora", "merge that adapter"]),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapter(case, capsys, adapted, tmp_path):
+    change, parts = ADAPTERS[case]
+    shutil.copytree(adapted / "adapter", tmp_path / "adapter")
+    change(tmp_path / "adapter")
+    truestep(capsys, "sample", adapted / "base", "a", "--adapter", tmp_path / "adapter").refused(*parts)
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"hidden_size": 48}, {"num_layers": 1}])
+def test_adapter_of_another_model(changes, capsys, adapted, tmp_path):
+    """Of other weights, whatever their shapes: the right shapes alone make it no adapter of this model."""
+    other = small_post.save_base(tmp_path / "other", **changes)
+    truestep(capsys, "sample", other, "a", "--adapter", adapted / "adapter").refused("adapter", "model")

@@ -73,6 +73,12 @@ def test_gpu_train_dry(tmp_path):
     assert result["best"] in result["tries"] and result["best"]["tokens_per_s"] > 0 and result["profile"]
 
 
+def test_gpu_posttrain_dry(tmp_path):
+    result = run("gpu_posttrain.py", tmp_path / "out.json", "--dry")
+    assert result["device"] == "CPU" and set(result["tries"]) == {"sft", "sft, 8 samples a row", "dpo"}
+    assert all(found["tokens_per_s"] > 0 for found in result["tries"].values())
+
+
 def test_gpu_parallel_dry(tmp_path):
     result = run("gpu_parallel.py", tmp_path / "out.json", "--dry")
     assert result["dry"] and result["device"] == "CPU"

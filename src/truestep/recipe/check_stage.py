@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from truestep.recipe.posttrain import STATIC, Quantise
+from truestep.recipe.posttrain import STATIC, Lora, Quantise
 from truestep.recipe.problems import Problem, did_you_mean
 from truestep.recipe.recipe import Recipe
 from truestep.recipe.stage import TRAINED, Stage
@@ -63,10 +63,10 @@ def _lora(stage: Stage, section: Lora, at: str, recipe: Recipe) -> Iterator[Prob
     if stage.sample is not None:
         text = "is false, so that no model is written of which samples could be shown; set it to true."
         yield Problem(f"{at}.merge", text, (f"{at.removesuffix('.lora')}.sample",))
-    for number, other in enumerate(recipe.stages):
+    for other in recipe.stages:
         if other.start == f"stage:{stage.name}":
             text = f"is {other.start!r}, which writes an adapter alone; set lora.merge = true there."
-            yield Problem(f"stages.{number}.start", text, (f"{at}.merge",))
+            yield Problem(f"stages.{other.name}.start", text, (f"{at}.merge",))
 
 
 def _kl(stage: Stage, at: str) -> Iterator[Problem]:
@@ -80,7 +80,7 @@ def _kl(stage: Stage, at: str) -> Iterator[Problem]:
 
 def _preference(stage: Stage, at: str) -> Iterator[Problem]:
     if stage.start == "init" and stage.preference.kind != "simpo":
-        text = 'is "init", but preferences are measured against the start, and fresh weights know nothing; name a model.'
+        text = 'is "init", but preferences are measured against the start, and fresh weights know none; name a model.'
         yield Problem(f"{at}.start", text, (f"{at}.kind",))
     if stage.lora is not None and stage.lora.dropout:
         text = (

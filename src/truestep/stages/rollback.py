@@ -1,5 +1,6 @@
 """A stage goes back to an earlier checkpoint in place: live state, loader and feed, by all ranks together."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,8 @@ class StageRewinder:
             begin_anew(self.parts)
             state.restore(self.parts.first | {"parent": state.parent})
         else:
+            if state.base is not None:
+                fill(self.parts, state.parallel.frozen)
             state.restore(loaded.extra)
             if self.checkpointer.upkeep:
                 self.checkpointer.upkeep.went_on_from(loaded.commit)
@@ -73,12 +76,18 @@ def begin_anew(parts: Parts) -> None:
             f"stage {parts.stage.name!r} has no checkpoint to go back to, and how {state.section.kind} begins is known "
             f"to nobody but itself; save more often (checkpoint.every), and start the run anew"
         )
-    pieces = state.parallel.pieces()
+    fill(parts, set(state.parallel.pieces()))
     with torch.no_grad():
-        for part in state.parallel.parts:
-            names = {name for name, _ in (*part.named_parameters(), *part.named_buffers())}
-            parts.fill(part, {name: piece for name, piece in pieces.items() if name in names})
         for value in state.optimizer.named_state().values():
             value.zero_()
         if state.exact is not None:
             state.exact.exponents.fill_(UNKNOWN)
+
+
+def fill(parts: Parts, names: Collection[str]) -> None:
+    """Give these parameters and buffers the values that they had before the first step."""
+    pieces = parts.state.parallel.pieces()
+    with torch.no_grad():
+        for part in parts.state.parallel.parts:
+            own = {name for name, _ in (*part.named_parameters(), *part.named_buffers())} & set(names)
+            parts.fill(part, {name: piece for name, piece in pieces.items() if name in own})

@@ -16,7 +16,7 @@ from truestep.losses.token_nll import token_nll
 from truestep.numerics.batch import IGNORE, Batch
 from truestep.parallel.job import Job
 from truestep.parallel.model import Parallel
-from truestep.train.low_precision import products_high
+from truestep.train.low_precision import computes_low, products_high
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def evaluate_with_gap(
 ) -> HeldOut:
     """`evaluate`, and where low precision is on a second time for `high_loss`. `batches()` begins anew."""
     found = evaluate(parallel, job, batches(), text)
-    if parallel.draws is None:
+    if not computes_low(parallel):
         return found
     with products_high(parallel):
         return replace(found, high_loss=evaluate(parallel, job, batches(), None).loss)

@@ -44,6 +44,11 @@ def compute_low(parallel: Parallel, section: LowPrecision, context: Context, len
                         linear.product = low.product(place, (outputs, inputs), length)
 
 
+def computes_low(parallel: Parallel) -> bool:
+    """Whether some product is in low precision."""
+    return any(_has_product(module) for part in parallel.parts for module in part.modules())
+
+
 @contextmanager
 def products_high(parallel: Parallel) -> Iterator[None]:
     """Inside, nothing is computed in low precision: the same weights as plain products; afterwards, also when the body

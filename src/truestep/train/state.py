@@ -102,7 +102,8 @@ class TrainState:
 
     def until_update(self) -> list[str]:
         """Names of tensors that change in the optimizer's update only: parameters and their optimizer state."""
-        parameters = self.parallel.named_parameters()
+        frozen = self.parallel.frozen if self.base is not None else set()
+        parameters = self.parallel.named_parameters().keys() - frozen
         optimizer = [f"optim.{name}.{key}" for name, kept in self.optimizer.state_by_param().items() for key in kept]
         averages = [] if self.average is None else [f"optim.{name}.average" for name in self.average.values]
         return [*(f"model.{name}" for name in parameters), *optimizer, *averages]

@@ -42,6 +42,17 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
     return folder, outcome.directory
 
 
+def exactly(made):
+    """In float64: behind a head of zeros gradients are tiny, and Adam makes rounding of them as large as any update."""
+    made["machine"]["precision"] = "float64"
+    return made
+
+
+@pytest.fixture(scope="module")
+def double(trained) -> None:
+    assert verbs.run(exactly(body(trained[0], "double"))).reason == "finished"
+
+
 def test_a_fresh_score_head_begins_at_ln_2_and_learns(trained):
     """posttraining-anchors, section 4, property 20: the head starts at 0."""
     _, run_dir = trained
@@ -57,15 +68,15 @@ def test_a_fresh_score_head_begins_at_ln_2_and_learns(trained):
     [(2, {"dp_replicate": 2, "dp_shard": 1}), (2, {}), (2, {"tp": 2}), (2, {"pp": 2})],
     ids=["ddp", "fsdp", "tp", "pp"],
 )
-def test_property_22_a_mesh_changes_nothing(trained, world, mesh):
+def test_property_22_a_mesh_changes_nothing(trained, double, world, mesh):
     """posttraining-anchors, section 4, property 22; NeMo-RL: 0.6035 / 0.6010 / 0.5864 / 0.6021 for TP 1 / 2 / 4 / 8."""
-    folder, plain = trained
+    folder, _ = trained
     name = f"mesh-{'-'.join(mesh) or 'fsdp'}"
-    assert set(run_job(_carry_out, world, body(folder, name, mesh))) == {"finished"}
-    run_dir = folder / "runs" / name
-    assert losses(run_dir) == pytest.approx(losses(plain), rel=1e-4)
+    assert set(run_job(_carry_out, world, exactly(body(folder, name, mesh)))) == {"finished"}
+    run_dir, plain = folder / "runs" / name, folder / "runs" / "double"
+    assert losses(run_dir) == pytest.approx(losses(plain), rel=1e-9)
     for ours, theirs in zip(steps_of(run_dir), steps_of(plain), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        assert ours == pytest.approx(theirs, rel=1e-7, abs=1e-9)
 
 
 def test_the_directory_is_a_classifier_that_transformers_loads(trained):

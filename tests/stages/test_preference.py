@@ -14,7 +14,11 @@ from tests.stages.test_run import losses
 from truestep.cli import verbs
 from truestep.data.columns import VALUES
 from truestep.errors import UserError
+from truestep.models.hf import read_section
+from truestep.parallel.mesh import resolve
+from truestep.recipe.load import load
 from truestep.runlog.log import read
+from truestep.stages.dry_run_recipe import Case, dry_run
 
 STEPS = 12
 LN_2 = math.log(2)
@@ -224,6 +228,14 @@ def test_a_mesh_changes_no_reference_point(trained, mesh):
     assert [step["reference_point"] for step in steps_of(folder / "runs" / name)] == pytest.approx(
         [step["reference_point"] for step in steps_of(plain)], rel=1e-3, abs=1e-6
     )
+
+
+def test_a_dry_run_traces_the_step(trained):
+    folder, _ = trained
+    recipe = load(body(folder, "traced"))
+    degrees = resolve(recipe.machine.mesh, 1, None)
+    case = Case(read_section(folder / "base"), recipe.stages[0], recipe.machine, degrees, "float32", "cpu")
+    assert dry_run(case, [0])[0].cost.peak_bytes > 0
 
 
 def test_property_14_dropout_is_refused(trained):

@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from truestep.data.packing import Column
 from truestep.errors import UserError
+from truestep.losses.preference import REFERENCE
 from truestep.models import attention
 from truestep.models.build import build_model
 from truestep.numerics.fake import fake_memory, fake_mode, fake_tensors, fused_attention, replaced
@@ -132,8 +135,7 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
     series = series_of_microbatches(count, case.machine.pipeline, degrees.pp)
     if case.by_ddp:
         series = Series([count], 0)
-    columns = {} if case.stage.kind == "pretrain" else supervision(case.stage).columns
-    rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context, columns=columns)
+    rows = partial(whole_rows, case.machine.microbatch_rows, case.stage.context, columns=columns_of(case.stage))
     on_cuda = case.device == "cuda"
     attend = fused_attention if on_cuda else attention.scaled_dot_product_attention
     with fake_job(rank, degrees.world) as here, replaced(attention, "scaled_dot_product_attention", attend):
@@ -166,6 +168,14 @@ def _trace(case: Case, rank: int, num_layers: int) -> tuple[StepCost, str]:
         if cost is None:
             return costs([count])[0], ""
     return cost, f"{series.sizes} of {count} microbatches" if series.saves else ""
+
+
+def columns_of(stage: Stage) -> dict[str, Column]:
+    """Of the rows that the loss of a stage looks at; what models beside it would add is taken to be stored."""
+    if stage.kind == "pretrain":
+        return {}
+    stored = {REFERENCE: Column(np.dtype("float32"))} if stage.kind == "preference" else {}
+    return dict(supervision(stage).columns) | stored
 
 
 def _each_alone(work: Callable[..., Any], tasks: Sequence[tuple], processes: int) -> list[Any]:

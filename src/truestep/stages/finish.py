@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from truestep.data.store import TokenStore
 from truestep.files import publish, writing
 from truestep.gate.heldout import Verdict, decide
 from truestep.ledger.card import build_card, write_card
@@ -128,6 +129,7 @@ def judge(context: Context, stage: Stage, done: Finished) -> Verdict:
 def show_yardstick(context: Context, stage: Stage, done: Finished) -> None:
     assert stage.evaluate is not None and done.figures is not None
     store = done.corpora.stores[stage.evaluate.data]
+    assert isinstance(store, TokenStore)  # what the recipe's checks see to
     others = yardstick(store, done.corpora.tokenizer)
     context.note("yardstick", data=stage.evaluate.data, bytes=store.num_bytes, bits_per_byte=others)
     table = Table(

@@ -14,6 +14,7 @@ from truestep.checkpoint.catalogue import newest, read_manifest
 from truestep.cli import verbs
 from truestep.errors import CheckpointError, UserError
 from truestep.models.load import load_model
+from truestep.numerics.blockwise import rounded
 from truestep.numerics.low_rank import is_adapter
 from truestep.rollout.adapted import load_adapters
 from truestep.runlog.log import read
@@ -160,9 +161,9 @@ def test_the_base_can_be_had_again(trained, monkeypatch):
     folder, run_dir = trained
     parts, real = [], loop.train_step
 
-    class Kept(rollback.StageRewinder):
-        def __post_init__(self):
-            parts.append(self.parts)
+    def kept(*args):
+        parts.append(args[1])
+        return rollback.StageRewinder(*args)
 
     def stepping(state, batches, num_targets, questions):
         if state.base is not None and state.step == 4:
@@ -171,7 +172,23 @@ def test_the_base_can_be_had_again(trained, monkeypatch):
             rollback.fill(parts[-1], state.parallel.frozen)
         return real(state, batches, num_targets, questions)
 
-    monkeypatch.setattr(training, "StageRewinder", Kept)
+    monkeypatch.setattr(training, "StageRewinder", kept)
     monkeypatch.setattr(loop, "train_step", stepping)
     assert verbs.run(body(folder, "healed")).reason == "finished"
     assert digest(folder / "runs" / "healed") == digest(run_dir)
+
+
+def test_a_quantised_base_is_merged_as_it_was_trained(trained):
+    folder, _ = trained
+    outcome = verbs.run(body(folder, "nf4", {"base": "nf4"}))
+    assert outcome.reason == "finished"
+    models = outcome.directory / "models"
+    beside = load_model(models / "base")
+    with torch.no_grad():
+        for name, parameter in beside.named_parameters():
+            if name.startswith("blocks.") and parameter.ndim == 2:
+                parameter.copy_(rounded(parameter, "nf4"))
+    load_adapters(beside, models / "base", {"tuned": models / "tuned" / "adapter"})
+    tokens = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0))
+    merged = load_model(models / "tuned")(tokens)
+    assert (beside(tokens) - merged).abs().max() < 1e-5 * merged.abs().max()

@@ -19,6 +19,7 @@ from truestep.models.cache import KVCache
 from truestep.models.context import Core, Rule, core_of
 from truestep.models.rope import RopeTables
 from truestep.numerics.axis import Axes, Axis
+from truestep.numerics.blockwise import Held, Kind
 from truestep.numerics.fused import gathered_products, product_scattered
 from truestep.numerics.low_rank import Adapted
 from truestep.numerics.pieces import Split, span
@@ -53,7 +54,8 @@ class Parted(nn.Module, ABC):
 class Linear(nn.Linear):
     """y = x Wᵀ + b. `product` is the seam of low precision: (x, W) -> x Wᵀ. `after` is what is done with the product
     before the bias is added, which must not be added once a rank; `fused` is both in one, where there is no `product`.
-    `rows`: the outputs that are wanted. `lora`: adapters, whose product is added to that of the weight."""
+    `rows`: the outputs that are wanted. `lora`: adapters, whose product is added to that of the weight.
+    `held`: the weight itself, in few bits, where there is no `weight`; of a map that no axis splits."""
 
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     fused: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
@@ -63,8 +65,18 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool = True):
         super().__init__(inputs, outputs, bias)
         self.lora: Adapted | None = None
+        self.held: Held | None = None
+
+    def hold(self, kind: Kind) -> Held:
+        """Hold the weight in few bits from now on; it has no values yet."""
+        self.held = Held(kind, (self.out_features, self.in_features)).to(self.weight.device)
+        self.register_parameter("weight", None)
+        return self.held
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.held is not None:
+            y = self._adapted(self.held(x), x)
+            return y if self.bias is None else y + self.bias.to(y.dtype)
         weight, bias = self.wanted()
         if self.after is None and self.product is None:
             return self._adapted(linear(x, weight, bias), x)

@@ -67,7 +67,7 @@ def _write(
     digest = digest_of({name: tensor_digest(x) for name, x in values.items()})
     size = sum(x.nbytes for x in values.values())
     if lora.merge:
-        merging = write(start.directory, section, factors, whole, directory, torch.float32, **options)
+        merging = write(start.directory, section, factors, whole, directory, torch.float32, held=lora.base, **options)
         context.note("merge", stage=stage.name, weights=len(merging.merged.lost), error=merging.merged.error)
         context.progress.say(f"{stage.name}: {words(merging)}")
         digest, size = merging.digest, merging.num_bytes

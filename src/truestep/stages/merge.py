@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from truestep.models.hf_pieces import hf_pieces
 from truestep.models.hf_save import save_stored
 from truestep.models.load import stored_dtype, tensors_of
 from truestep.models.roles import SCORE
+from truestep.numerics.blockwise import Kind, rounded
 from truestep.numerics.digest import digest_of, tensor_digest
 from truestep.recipe.model import ModelSection
 from truestep.rollout.adapted import read_factors
@@ -23,7 +24,8 @@ from truestep.rollout.adapted import read_factors
 
 class Merging:
     """The tensors of the merged model by Hugging Face's names, one at a time; afterwards what was made: `merged`, the
-    `digest` of all of them and their bytes in the files. `whole`: weights that the adapter brings, by their modules."""
+    `digest` of all of them and their bytes in the files. `whole`: weights that the adapter brings, by their modules.
+    `held`: how the adapter's training held the weights of linear maps, which is what is merged."""
 
     def __init__(
         self,
@@ -32,7 +34,9 @@ class Merging:
         factors: Mapping[str, Factors],
         whole: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
+        held: str = "full",
     ):
+        self.held = held
         self.source, self.section, self.dtype = source, section, dtype
         self.factors, self.whole = factors, whole
         self.merged = Merged()
@@ -56,6 +60,8 @@ class Merging:
             else:
                 load_hf(self.source, {name: tensor}, list(named))
             site = sites.get(name)
+            if self.held != "full" and site is not None and site.group in ("attention", "mlp"):
+                tensor = rounded(tensor, cast("Kind", self.held))
             if site is not None and site.path in self.factors:
                 table = site.kind == "table"
                 tensor = self.merged.add(name, tensor, self.factors[site.path], self.dtype, table=table)
@@ -93,8 +99,10 @@ def write(
     dtype: torch.dtype,
     tokenizer_dir: Path | None,
     generation: Mapping[str, Any],
+    held: str = "full",
 ) -> Merging:
-    merging = Merging(source, section, factors, whole, dtype)
+    """See Merging; to the new directory `out`."""
+    merging = Merging(source, section, factors, whole, dtype, held)
     options = {"tokenizer_dir": tokenizer_dir, "generation": generation}
     merging.num_bytes = save_stored(out, merging, section, dtype=dtype, config={}, **options)
     return merging

@@ -1,8 +1,9 @@
 """Low-rank adapters in a model that is to be trained: put in before it is laid over ranks, and told afterwards where
 their inputs lie in the whole, by which dropout is drawn."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -12,12 +13,14 @@ from truestep.errors import UserError
 from truestep.models.decoder import Decoder
 from truestep.models.layers import Linear
 from truestep.models.mla import LatentAttention
+from truestep.numerics.blockwise import Kind
 from truestep.numerics.low_precision.draws import Draws
 from truestep.numerics.low_precision.place import split_tokens
 from truestep.numerics.low_rank import Dropout, is_adapter
-from truestep.numerics.pieces import Piece
+from truestep.numerics.pieces import Piece, piece_of
 from truestep.parallel.apply import Fill
 from truestep.parallel.model import Parallel
+from truestep.recipe.degrees import Degrees
 from truestep.recipe.machine import Context
 from truestep.recipe.posttrain import Lora
 
@@ -31,6 +34,9 @@ def adapt(model: nn.Module, lora: Lora, fill: Fill, seed: int) -> Fill:
     if not isinstance(model, Decoder):
         raise UserError("lora adapts truestep's own models, and this is a module of your own; remove [stages.lora].")
     sites = add_adapters(model, model.sites(), lora)
+    if lora.base != "full":
+        fill = partial(_fill_held, fill)
+        hold_in_few_bits(model, lora.base)
     tables = [site.path for site in sites if site.kind == "table"]
     return partial(_fill, fill, tables, seed)
 
@@ -38,6 +44,57 @@ def adapt(model: nn.Module, lora: Lora, fill: Fill, seed: int) -> Fill:
 def _fill(fill: Fill, tables: list[str], seed: int, part: nn.Module, pieces: dict[str, Piece]) -> None:
     fill(part, {name: piece for name, piece in pieces.items() if not is_adapter(name)})
     first_values(pieces, tables, seed)
+
+
+def hold_in_few_bits(model: Decoder, kind: Kind) -> None:
+    """Hold the weights of all linear maps of blocks, on the meta device, as codes and scales."""
+    if model.moes():
+        raise UserError(f"lora.base is {kind!r}, and experts cannot be held in few bits; set it to full.")
+    for _, linear in _maps(model):
+        with torch.device("meta"):
+            linear.hold(kind)
+
+
+def require_whole(lora: Lora, degrees: Degrees, low_precision: bool) -> None:
+    """UserError for a mesh that would cut weights that are held in few bits."""
+    if lora.base == "full":
+        return
+    cut = [axis for axis in ("dp_shard", "tp", "cp", "ep") if getattr(degrees, axis) > 1]
+    if cut:
+        raise UserError(
+            f"lora.base is {lora.base!r}, which holds whole weights on every rank, but mesh.{cut[0]} is "
+            f"{getattr(degrees, cut[0])}; set it to 1, and dp_replicate or pp to the number of processes."
+        )
+    if low_precision:
+        raise UserError(
+            f"lora.base is {lora.base!r}, whose weights are decoded where they are multiplied, so "
+            f"numerics.low_precision would not be used; remove one of the two."
+        )
+
+
+def _fill_held(fill: Fill, part: nn.Module, pieces: dict[str, Piece]) -> None:
+    """Fill everything but what is held in few bits by `fill`; the weights of a block at a time are got and encoded."""
+    codes = {name for name in pieces if ".held." in name}
+    fill(part, {name: piece for name, piece in pieces.items() if name not in codes})
+    if not codes:
+        return
+    assert isinstance(part, Decoder)
+    for number, maps in groupby(_maps(part), key=lambda pair: pair[0].split(".")[1]):
+        held = {f"{path}.weight": linear.held for path, linear in maps if f"{path}.held.codes" in codes}
+        weights = {name: torch.empty(one.shape, device=one.codes.device) for name, one in held.items() if one}
+        fill(part, {name: piece_of(weight) for name, weight in weights.items()})
+        for name, weight in weights.items():
+            one = held[name]
+            assert one is not None, number
+            one.take(weight)
+
+
+def _maps(model: Decoder) -> Iterator[tuple[str, Linear]]:
+    """Linear maps of a model's blocks, by their paths, block by block."""
+    for number, block in model.blocks.named_children():
+        for inner, module in block.named_modules():
+            if isinstance(module, Linear):
+                yield f"blocks.{number}.{inner}", module
 
 
 def hold_low(model: nn.Module, dtype: torch.dtype, small: Callable[[str, tuple[int, ...]], bool]) -> None:

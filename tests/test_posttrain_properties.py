@@ -64,7 +64,7 @@ BEGINNINGS = {
     "precomputed": {},
     "online": {"preference": {"reference": "online"}},
     "adapters": {"lora": {"rank": 4}},
-    "adapters with dropout": {"lora": {"rank": 4, "dropout": 0.5}, "preference": {"reference": "online"}},
+    "adapters, online": {"lora": {"rank": 4}, "preference": {"reference": "online"}},
 }
 
 

@@ -83,6 +83,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         recipe("quantise", quantise={"scheme": "fp8", "format": "gguf"}),
         ['scheme is "fp8"', 'format = "gguf" does not have', "take int8"],
     ),
+    "dropout beside a reference": (
+        recipe("preference", "preference", lora={"dropout": 0.1}),
+        ["lora.dropout is 0.1", "without dropout", "set it to 0"],
+    ),
     "unknown replay": (recipe("sft", remember={"replay": [{"data": "old"}]}), ["replay names 'old'", "known: train"]),
     "scores in parts of rows": (
         recipe("reward_model", "preference", machine={"mesh": {"cp": 2}}),

@@ -73,7 +73,9 @@ TEMPLATES = {
     {%- endif %}
     {%- set who = 'model' if m.role == 'assistant' else m.role %}
 <|im_start|>{{ who }}
+    {% if m.content %}
 {{ m.content | trim }}<|im_end|>
+    {% endif %}
 {% endfor %}
 {% if add_generation_prompt %}
 <|im_start|>model

@@ -27,6 +27,8 @@ from tests.data.chat.talks import (
 from truestep.data.build import build
 from truestep.data.sample_store import SampleStore
 from truestep.data.samples import LAST, RowError, row_text
+from truestep.data.shard_work import Job
+from truestep.data.sources.registry import open_source
 from truestep.errors import DataError
 from truestep.recipe.data import FIELDS, DataSection
 
@@ -68,6 +70,7 @@ def test_a_prompt_keeps_the_ids_that_it_has_by_itself():
     prompt = tokenizer.encode("a").tolist()
     assert tokenizer.encode("ab").tolist()[: len(prompt)] != prompt
     assert sample.ids[sample.roles == 0].tolist() == prompt
+    assert sample.ids[sample.roles == LAST].tolist() == [*tokenizer.encode("b"), tokenizer.eod_id]
 
 
 def test_messages_or_texts_as_chat_go_through_the_template():
@@ -350,6 +353,18 @@ def test_property_7_what_decides_ids_decides_the_store(tmp_path):
     made = [(given, CHAT), (given, CHAT), (given, dated), (greeted, dated), (other_day, dated)]
     prints = [build(one, tok, tmp_path / f"s{n}").fingerprint for n, (one, tok) in enumerate(made)]
     assert prints[0] == prints[1] and len(set(prints)) == 4
+
+
+def test_parts_of_a_build_that_was_broken_off_are_kept_only_for_the_same_rendering(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    given = DataSection(source="jsonl", path=str(tmp_path / "a.jsonl"), format="labels")
+    (shard,) = open_source(given, tmp_path).shards()
+    changes: list[dict[str, Any]] = [{}, {"as_chat": True}, {"template_values": {"x": 1}}, {"date": "2026-01-02"}]
+    jobs = [
+        Job(tmp_path, tmp_path, "f", "all", 0, None, "", 0, False, given.model_copy(update=change))
+        for change in changes
+    ]
+    assert len({job.key(shard) for job in jobs}) == len(jobs)
 
 
 def test_sources_of_texts_have_no_rows(tmp_path):

@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from tests.models.sections import VOCAB, small
 from truestep.adapters.add import Shape, add_adapters, first_values, freeze, put, scale_of
 from truestep.adapters.merge import Merged
 from truestep.adapters.peft import CONFIG, WEIGHTS, Factors, write_adapter
 from truestep.adapters.switch import choose, off
+from truestep.cli import register
 from truestep.errors import ModelError, UserError
 from truestep.models.build import build_model, init_weights
 from truestep.models.decoder import Decoder
@@ -288,3 +291,17 @@ def test_targets_that_are_not_there():
         add_adapters(moe, moe.sites(), Lora(targets=["experts"], dropout=0.1))
     freeze(moe)
     assert not any(p.requires_grad for p in moe.parameters())
+
+
+def test_truestep_merge(tmp_path):
+    base, adapter, _ = made(tmp_path, SECTIONS["plain"], Lora(rank=4, alpha=6))
+    app = typer.Typer()
+    register.verbs(app)
+    runner = CliRunner()
+    said = runner.invoke(app, ["merge", str(base), f"{adapter}=0.5", str(tmp_path / "out"), "--dtype", "bfloat16"])
+    assert said.exit_code == 0, said
+    assert "merged 21 weights in float32, written in bfloat16: rounding took" in said.stdout
+    assert load_model(tmp_path / "out").get_parameter("norm.weight").dtype == torch.bfloat16
+    for wrong, words in {f"{adapter}=x": "is no number", str(base): "is no adapter"}.items():
+        error = runner.invoke(app, ["merge", str(base), wrong, str(tmp_path / "none")]).exception
+        assert isinstance(error, UserError) and words in str(error)

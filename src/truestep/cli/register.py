@@ -10,6 +10,7 @@ from truestep.cli import (
     data,
     drill,
     export,
+    merge,
     node,
     plan,
     replay,
@@ -36,5 +37,6 @@ def verbs(app: typer.Typer) -> None:
     app.add_typer(checkpoints.app, name="checkpoints")
     app.command()(chaos.chaos)
     app.command()(export.export)
+    app.command()(merge.merge)
     app.command()(sample.sample)
     app.command()(chat.chat)

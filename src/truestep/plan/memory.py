@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from truestep.plan.activations import Kept, Recompute, block_activations, head_activations
+from truestep.plan.low_rank import BITS, adapter_weights
 from truestep.plan.setup import Setup
 from truestep.plan.weights import Weights, block_weights, part_weights
+from truestep.recipe.posttrain import Lora
 
 HEAD_CHUNK_TOKENS = 8192
 """What machine.head_chunk_tokens = 0 means on a GPU."""
@@ -36,6 +38,8 @@ def rank_memory(setup: Setup, rank: int) -> RankMemory:
     """Of the fullest ranks at index `rank` of the pipeline axis."""
     weights = _weights(setup, rank)
     kept = weights.on_a_rank(setup.degrees)
+    if setup.stage.lora is not None:
+        return _beside_frozen(setup, rank, setup.stage.lora, weights)
     return RankMemory(
         parameters=setup.wide * kept,
         gradients=setup.wide * kept,
@@ -43,6 +47,41 @@ def rank_memory(setup: Setup, rank: int) -> RankMemory:
         gathered=_gathered(setup, rank, weights),
         activations=_activations(setup, rank),
     )
+
+
+def _beside_frozen(setup: Setup, rank: int, lora: Lora, weights: Weights) -> RankMemory:
+    """With adapters beside frozen weights, which are held in the dtype of products or in few bits, and which have
+    neither gradients nor optimizer state."""
+    last, held = len(setup.layers) - 1, setup.held(rank)
+    tables = [name for name, there in (("embeddings", 0 in held), ("head", last in held)) if there]
+    adapters = adapter_weights(setup.model, lora, _blocks(setup, rank), setup.degrees, tables)
+    trained = adapters.on_a_rank(setup.degrees)
+    blocks = [block_weights(setup.model, layer, setup.degrees) for layer in _blocks(setup, rank)]
+    maps = sum(block.matrices for block in blocks) if lora.base != "full" else 0
+    matrices = Weights(weights.matrices - maps, weights.experts).on_a_rank(setup.degrees)
+    frozen = setup.itemsize * matrices + setup.wide * weights.small + round(maps * BITS.get(lora.base, 0) / 8)
+    gathered = 0
+    if lora.base != "full":
+        gathered = 4 * max(block.matrices for block in blocks)  # a map at a time; as they are read, a block in fp32
+    elif setup.sharded:
+        gathered = _gathered(setup, rank, weights) - setup.wide * _gathered_gradients(setup, rank, weights)
+    return RankMemory(
+        parameters=frozen + setup.wide * trained,
+        gradients=setup.wide * trained,
+        optimizer=0 if setup.machine.offload_optimizer else 2 * setup.wide * trained,
+        gathered=gathered,
+        activations=_activations(setup, rank),
+    )
+
+
+def _gathered_gradients(setup: Setup, rank: int, weights: Weights) -> int:
+    """Elements of gradients that `_gathered` counts."""
+    matrices = weights.matrices + weights.experts
+    if setup.degrees.pp > 1:
+        return matrices
+    blocks = [block_weights(setup.model, layer, setup.degrees) for layer in _blocks(setup, rank)]
+    tables = matrices - sum(block.matrices + block.experts for block in blocks)
+    return max(max(block.matrices + block.experts for block in blocks), tables)
 
 
 def _weights(setup: Setup, rank: int) -> Weights:

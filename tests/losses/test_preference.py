@@ -159,6 +159,16 @@ def test_property_15_both_rewards_are_logged_and_both_falling_is_told():
     assert found["kl"] == pytest.approx(sum(apart) / 2) and found["kl"] > 0
 
 
+def test_property_15_one_reward_that_falls_is_not_both():
+    logits, batch, places = pairs()
+    reference, uniform = batch.columns["reference"], torch.zeros_like(logits)  # log p = -ln V everywhere
+    reference.copy_(torch.where(batch.labels_BT == IGNORE, 0.0, -5.0))
+    for answer in (1, 2, 4, 5):  # of the pairs one fell in the rejected answer, one in the chosen one, one in both
+        for at in places[answer]:
+            reference[at] = -0.1
+    assert loss_of("dpo")(Logits(uniform), batch).metrics["both_fell"] == 1
+
+
 def _ratios(logits, batch, here):
     logp = logits.detach().log_softmax(-1)
     return [logp[row, at, batch.labels_BT[row, at]] - batch.columns["reference"][row, at] for row, at in here]

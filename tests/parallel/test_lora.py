@@ -95,3 +95,17 @@ def kept(rank: int, world: int, one: Composition) -> list[str]:
     state.base = "digest"
     saved = [name.removeprefix("model.") for name in state.tensors() if name.startswith("model.")]
     return [*saved, *state.optimizer.named_params]
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+@pytest.mark.parametrize("line", ["dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "dp_shard=2 ep=2 moe=mixtral"])
+def test_frozen_weights_are_held_in_the_dtype_of_products(pool, line, reduction):
+    """Beside adapters in fp32; FSDP2 gathers both together."""
+    one, lora = parse(f"{line} {ROWS} optimizer=adamw precision=bfloat16"), {"targets": ["attention", "embeddings"]}
+    wanted = pool.run(train, 1, one.on(), lora, reduction, timeout_s=PATIENCE_S)[0]
+    found = pool.run(train, one.world, one, lora, reduction, timeout_s=PATIENCE_S)[0]
+    assert found.losses == pytest.approx(wanted.losses, rel=2e-2)
+    kinds = {name: x.dtype for name, x in found.weights.items() if x.ndim > 1 and not name.endswith("router.weight")}
+    assert all((dtype == torch.float32) == is_adapter(name) for name, dtype in kinds.items())
+    if reduction == "exact" and line.startswith("dp_") and "ep" not in line.split():
+        assert found.losses == wanted.losses

@@ -14,6 +14,7 @@ from tests.stages.test_drill import in_this_process
 from tests.stages.test_replay import again
 from truestep.checkpoint.catalogue import list_committed
 from truestep.cli import verbs
+from truestep.models import hf_save
 from truestep.runlog.log import read, verify
 from truestep.stages.drill import drill
 from truestep.storage.store import open_store
@@ -27,6 +28,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("sft", {"format": "prompt-completion"}),
     "sft by sample": ("sft", {"sft": {"weighting": "sample"}}),
     "sft lora": ("sft", {"lora": {"rank": 4, "dropout": 0.1}}),
+    "sft qlora": ("sft", {"lora": {"rank": 4, "base": "int8"}}),
     "dpo": ("preference", {}),
     "dpo online": ("preference", {"preference": {"reference": "online"}}),
     "dpo lora": ("preference", {"preference": {"reference": "online"}, "lora": {"rank": 4}}),
@@ -123,3 +125,39 @@ def test_a_drill_restores_a_checkpoint_and_does_steps_again(kind, tmp_path):
             (run_dir / "checkpoints" / "tuned" / committed.key).unlink()
     found = drill(run_dir, in_this_process(run_dir), steps=2)
     assert found.ok and (found.step, found.level, found.steps) == (4, "replay", 2), found.sentence
+
+
+def chain(folder: Path, name: str) -> dict[str, Any]:
+    """Fine-tuning, then its quantisation."""
+    body = small_post.recipe(folder, "sft", name, steps=2)
+    last = {"name": "small", "kind": "quantise", "start": "stage:tuned", "quantise": {"group": 8}}
+    return body | {"stages": [*body["stages"], last | {"gate": {"kind": "none", "reason": "a test"}}]}
+
+
+def killed_while_writing(rank: int, world: int, body: dict[str, Any], stage: str) -> None:
+    """Die at once when the model of a stage is written, but for its directory's name."""
+    publish = hf_save._Writer._publish
+
+    def publishing(self, *args):
+        if self.directory.name == stage:
+            os._exit(1)
+        return publish(self, *args)
+
+    hf_save._Writer._publish = publishing
+    verbs.run(body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["tuned", "small"])
+def test_c45_killed_while_a_model_is_written_and_made_anew(stage, tmp_path):
+    straight = verbs.run(chain(tmp_path, "straight"))
+    body = chain(tmp_path, "killed")
+    with pytest.raises(RuntimeError, match="died without a word"):
+        run_job(killed_while_writing, 1, body, stage)
+    assert not (tmp_path / "runs" / "killed" / "models" / stage).exists()
+    resumed = verbs.run(body)
+    assert resumed.reason == "finished"
+    a, b = tensors(resumed.directory), tensors(straight.directory)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in b)
+    left = sorted(path.name for path in (resumed.directory / "models").iterdir())
+    assert left == ["small", "tuned"], "nothing of the first attempt lies there"

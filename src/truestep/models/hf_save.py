@@ -95,6 +95,13 @@ def save_stored(
     return writer.num_bytes
 
 
+def clear(directory: Path) -> None:
+    """Remove a model directory, and what a process that was killed has left of one under the names of unfinished ones.
+    Nobody else may be writing it."""
+    for path in (directory, *directory.parent.glob(f".{directory.name}.*.partial")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 class _Writer:
     """Rank 0's side: groups tensors into files, each as large as `shard_bytes` allows (a larger tensor has one of its
     own). After the first failed write, whose sentence is `problem`, it takes everything and does nothing."""

@@ -1,7 +1,6 @@
 """The end of a stage: export the model, hold it against its gate, show samples, write its card (always last)."""
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from truestep.data.store import TokenStore
 from truestep.files import publish, writing
 from truestep.gate.heldout import Verdict, decide
 from truestep.ledger.card import build_card, write_card
-from truestep.models.hf_save import save_hf
+from truestep.models.hf_save import clear, save_hf
 from truestep.numerics.digest import state_digest
 from truestep.recipe.digests import what
 from truestep.recipe.model import ModelSection
@@ -87,11 +86,11 @@ def export(context: Context, stage: Stage, done: Finished) -> str:
     assert isinstance(done.state, TrainState)
     directory = context.model_dir(stage.name)
 
-    def clear() -> None:
+    def make_room() -> None:
         context.require_newest()  # else the model of a newer attempt would go
-        shutil.rmtree(directory, ignore_errors=True)
+        clear(directory)
 
-    context.job.agree(f"clear/{stage.name}", clear)
+    context.job.agree(f"clear/{stage.name}", make_room)
     corpora, pad = done.corpora, None
     if done.section.scores:
         pad = padding_id(corpora.tokenizer_dir, corpora.tokenizer.eod_id, corpora.stores.values())

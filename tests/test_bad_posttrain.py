@@ -212,6 +212,14 @@ def test_quantising_a_quantised_model(capsys, tmp_path):
     assert not (tmp_path / "runs" / "again" / "models").exists()
 
 
+def test_start_that_is_stored_in_a_way_of_others(capsys, tmp_path):
+    config = small_post.save_base(tmp_path / "base") / "config.json"
+    values = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(values))
+    refused(capsys, tmp_path, small_post.recipe(tmp_path, "sft"), "base/config.json", "quantization_config", "fp8")
+    assert not (tmp_path / "runs").exists()
+
+
 QUANTISED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "group that does not divide": ({"group": 24}, ["groups of 24 do not divide", "quantise.group"]),
     "pattern of nothing": ({"group": 8, "keep": ["*dwon*"]}, ["'*dwon*'", "correct the pattern"]),

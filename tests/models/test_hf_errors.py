@@ -140,7 +140,6 @@ def test_tied_head_that_differs(tmp_path: Path):
     [
         ("llama", {"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM"]),
         ("llama", {"architectures": None}, ["architectures"]),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
         ("llama", {"residual_multiplier": 0.2}, ["residual_multiplier", "0.2"]),
         ("llama", {"attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
         ("llama", {"hidden_act": "relu"}, ["hidden_act", "relu", "silu"]),

@@ -48,8 +48,9 @@ def read_section(directory: Path) -> ModelSection:
 
 def check_directory(directory: Path, context: int) -> ModelSection:
     """Its section, after a look at what can be seen without reading weights: every file of weights is there and whole,
-    and rows of `context` tokens are not longer than the model takes."""
+    stored as can be read, and rows of `context` tokens are not longer than the model takes."""
     section = read_section(directory)
+    read_scheme(directory)
     with _open_shards(directory):
         pass
     if section.module is None and context > section.max_context:

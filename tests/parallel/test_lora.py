@@ -12,6 +12,7 @@ from tests.parallel.compositions import Composition, parse
 from tests.parallel.harness import PATIENCE_S, Found, captured, errors, share, start, whole, worst
 from truestep.numerics.low_rank import is_adapter
 from truestep.numerics.pieces import Piece
+from truestep.train import build
 from truestep.train.adapt import adapt
 from truestep.train.state import TrainState
 from truestep.train.step import train_step
@@ -24,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "HSDP": ("dp_replicate=2 dp_shard=2 tie=True", {"targets": EVERYTHING, "rslora": True}),
     "tensor": ("tp=2 vocab=37 inner=22 tie=True", {"targets": EVERYTHING, "dropout": 0.3}),
     "more tensor ranks than key heads": ("tp=4 kv_heads=1 qk_norm=full", {"dropout": 0.3}),
+    "key heads by need": ("tp=4 kv_heads=2", {"targets": EVERYTHING}),
     "FSDP x tensor, head": ("dp_shard=2 tp=2 qk_norm=head", {"targets": [*EVERYTHING, "head"], "dropout": 0.5}),
     "pipeline": ("pp=2", {"dropout": 0.3}),
     "zero bubble": ("pp=2 schedule=zbv layers=4", {"targets": ["mlp"]}),
@@ -59,6 +61,24 @@ def test_a_checkpoint_holds_no_base(pool):
     one = parse(f"dp_shard=2 {ROWS} optimizer=adamw")
     names = pool.run(kept, 2, one, timeout_s=PATIENCE_S)[0]
     assert names and all(is_adapter(name) for name in names)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_products_in_one_with_collectives(pool, dropout):
+    """async_tp, by what its operators fall back to on a CPU."""
+    one, lora = parse(f"tp=2 {ROWS} optimizer=adamw"), {"targets": EVERYTHING, "dropout": dropout}
+    wanted = pool.run(train, 1, one.on(), lora, "fast", timeout_s=PATIENCE_S)[0]
+    found = pool.run(train_fused, 2, one, lora, timeout_s=PATIENCE_S)[0]
+    assert worst(errors(found.gradients, wanted.gradients))[0] < 1e-9
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-9)
+
+
+def train_fused(rank: int, world: int, one: Composition, lora: dict[str, Any]) -> Found:
+    machine = Composition.machine
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "require_gpu", lambda machine, device: None)
+        patch.setattr(Composition, "machine", lambda self: machine(self).model_copy(update={"async_tp": True}))
+        return train(rank, world, one, lora, "fast")
 
 
 def adapted(rank: int, world: int, one: Composition, lora: dict[str, Any], reduction: str = "fast") -> TrainState:

@@ -80,7 +80,7 @@ def test_outputs_are_nearer_than_by_rounding_to_nearest(group, symmetric):
         found, plain = gptq(w, seen, scheme, torch.float32, 0.01), nearest(w, scheme, torch.float32)
         rounded = to_values(plain.codes, plain.scales, scheme)
         # the largest inputs come last here, so that in the files' order nothing is left to make up for their errors
-        assert found.error < (0.5 if act_order else 0.9) * output_error(w, rounded, seen)
+        assert found.error < (0.5 if act_order else 1.0) * output_error(w, rounded, seen)
         values = to_values(found.codes, found.scales, scheme)
         both = fresh.t() @ fresh
         assert output_error(w, values, both) < output_error(w, rounded, both)

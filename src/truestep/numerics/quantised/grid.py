@@ -38,7 +38,8 @@ def find_scales(
     """Scales for a finite fp32 weight whose rows the groups divide, rounded to `dtype` where they are stored in it.
 
     Integer scales are those of the least squared error among some that cut the largest values off, errors weighted by
-    `importance_I` (> 0). `top`: largest magnitude of what shares the outer scale (of nvfp4), by default the weight's.
+    `importance_I` (> 0), which is given where GPTQ moves weights as it goes. `top`: largest magnitude of what shares
+    the outer scale (of nvfp4), by default the weight's.
     """
     blocks = weight_OI.unflatten(-1, (-1, scheme.group or weight_OI.shape[-1]))
     if scheme.kind == "nvfp4":
@@ -49,7 +50,7 @@ def find_scales(
     best, least = None, None
     # squares of errors as shares of the largest value: those of tiny and of huge ones are no numbers
     unit = blocks.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    for share in _shares(scheme):
+    for share in _shares(scheme, moving=importance_I is not None):
         found = _int_scales(blocks, scheme, dtype, share)
         error = (_int_values(_int_codes(blocks, found, scheme), found).float() - blocks).div(unit).square()
         error = (error if importance is None else error * importance).sum(-1)
@@ -102,12 +103,13 @@ def nv_outer(top: float) -> torch.Tensor:
     return torch.tensor([min(E4M3.largest * E2M1.largest / max(top, 1e-45), _LARGEST_OUTER)], dtype=torch.float32)
 
 
-def _shares(scheme: Scheme) -> tuple[float, ...]:
+def _shares(scheme: Scheme, moving: bool) -> tuple[float, ...]:
     """Of the plain scale, which spreads all values over all codes; first those with which nothing is cut off. With
-    half a code more than the largest has, a symmetric scale rounds its largest values down by half a step."""
-    cuts = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5)
+    half a code more than the largest has, a symmetric scale rounds its largest values down by half a step. Weights
+    that are `moving` while they are rounded may leave the range that they had, and are given more room."""
+    cuts = (0.95, 0.9) if moving else (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5)
     if not scheme.symmetric:
-        return (1.0, *cuts)
+        return (1.0, 1.04) if moving else (1.0, *cuts)
     middle = -scheme.lowest - 0.5
     return (1.0, middle / (middle - 0.5), middle / (middle + 0.5), *cuts)
 

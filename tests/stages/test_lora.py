@@ -7,20 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from tests import small_run
+from tests import small_run, tiny
 from tests.dist import run_job
 from truestep.adapters.peft import WEIGHTS
 from truestep.checkpoint.catalogue import newest, read_manifest
 from truestep.cli import verbs
 from truestep.errors import CheckpointError, UserError
+from truestep.models.build import build_model
 from truestep.models.load import load_model
 from truestep.numerics.blockwise import rounded
 from truestep.numerics.low_rank import is_adapter
+from truestep.recipe.degrees import Degrees
+from truestep.recipe.posttrain import Lora
 from truestep.rollout.adapted import load_adapters
 from truestep.runlog.log import read
 from truestep.stages import rollback, training
+from truestep.stages.from_checkpoint import model_from_run
 from truestep.storage.store import open_store
 from truestep.train import loop
+from truestep.train.adapt import adapt, require_one_table
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -192,3 +197,20 @@ def test_a_quantised_base_is_merged_as_it_was_trained(trained):
     tokens = torch.randint(0, 200, (2, 20), generator=torch.Generator().manual_seed(0))
     merged = load_model(models / "tuned")(tokens)
     assert (beside(tokens) - merged).abs().max() < 1e-5 * merged.abs().max()
+
+
+def test_checkpoints_of_adapters_are_no_model(trained):
+    _, run_dir = trained
+    with pytest.raises(UserError, match=r"stage 'tuned' .* hold no whole model; let the stage end"):
+        model_from_run(run_dir)
+    assert model_from_run(run_dir, "base").stage == "base"
+
+
+def test_a_tied_table_with_an_adapter_lies_in_one_part():
+    section = tiny.section(tie_embeddings=True)
+    model = build_model(section, section.vocab_size)
+    require_one_table(model, Degrees(pp=2))
+    adapt(model, Lora(targets=["embeddings"]), lambda part, pieces: None, 0)
+    require_one_table(model, Degrees(pp=1))
+    with pytest.raises(UserError, match=r"mesh\.pp is 2; leave embeddings and head out"):
+        require_one_table(model, Degrees(pp=2))

@@ -10,7 +10,7 @@ import torch
 from truestep.checkpoint.catalogue import Catalogue, Committed, read_catalogue, read_manifest
 from truestep.checkpoint.codec import dtype_name, metadata_of
 from truestep.checkpoint.control import Group
-from truestep.checkpoint.manifest import OPTIM, Manifest
+from truestep.checkpoint.manifest import OPTIM, TRAINING, Manifest
 from truestep.checkpoint.marks import marks_on, quarantined, standing
 from truestep.checkpoint.places import Places
 from truestep.checkpoint.plans import PiecePlanner
@@ -59,13 +59,13 @@ def load(
     each with what it holds.
 
     Raises on every rank if on one, and then no tensor has changed: CheckpointError for damage and absence; Mismatch
-    for missing names, other shapes or dtypes, and, if strict, for names that no rank wants. Names under "optim." are
-    optimizer state: they are required too, unless weights_only, which loads none of them.
+    for missing names, other shapes or dtypes, and, if strict, for names that no rank wants. Names under "optim." and
+    "exact." are state of the training: they are required too, unless weights_only, which loads none of them.
     """
     group = group or Group.of(None, 0, 1, 60.0)
     reader = planner = None
     buffers, problem = [], None
-    skipped = sorted(name for name in tensors if weights_only and name.startswith(OPTIM))
+    skipped = sorted(name for name in tensors if weights_only and name.startswith(TRAINING))
     everywhere = group.union("wanted", tensors.keys() - set(skipped))
     if isinstance(store, Places):
         store.begin_load()
@@ -129,7 +129,7 @@ def _match(manifest: Manifest, wanted: dict[str, Piece], where: str, strict: boo
 def _unexpected(manifest: Manifest, wanted: set[str], where: str, strict: bool, weights_only: bool) -> list[str]:
     """The stored names that no rank wants, or a Mismatch if strict."""
     unexpected = sorted((manifest.tensors.keys() | manifest.aliases.keys()) - wanted)
-    refused = [name for name in unexpected if not (weights_only and name.startswith(OPTIM))]
+    refused = [name for name in unexpected if not (weights_only and name.startswith(TRAINING))]
     if strict and refused:
         raise Mismatch(f"{where}: the checkpoint holds what is not wanted here: {_some(refused)}")
     return unexpected

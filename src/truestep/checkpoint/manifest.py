@@ -18,9 +18,8 @@ from truestep.numerics.boxes import Box, cover_problem
 FORMAT = 1
 MODEL = "model."
 OPTIM = "optim."
+TRAINING = (OPTIM, "exact.")  # begin the names of what is no weight
 DIGEST_CHARS = 16  # of one block: xxh3-64 in hex
-
-
 FINGERPRINTS = "fingerprints"
 """Name among the facts: of every tensor the fingerprint, of parameters and optimizer state as they were in memory."""
 

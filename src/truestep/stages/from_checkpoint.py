@@ -41,6 +41,11 @@ def model_from_run(run_dir: Path, stage: str | None = None, own_module: str | No
     if chosen is None:
         begun = ", ".join(dict.fromkeys(start.stage for start in starts)) or "none"
         raise UserError(f"{run_dir} has not begun stage {stage!r}; stages that it began: {begun}")
+    if any(one.name == chosen.stage and one.lora is not None for one in recipe.stages):
+        raise UserError(
+            f"stage {chosen.stage!r} of {run_dir} trains adapters, and its checkpoints hold no whole model; let the "
+            f"stage end, then take {run_dir / 'models' / chosen.stage}"
+        )
     section = ModelSection(**chosen.model)
     require_own_module(section, own_module, run_dir)
     model = build_model(section, section.vocab_size).to(

@@ -72,6 +72,16 @@ def require_whole(lora: Lora, degrees: Degrees, low_precision: bool) -> None:
         )
 
 
+def require_one_table(model: nn.Module, degrees: Degrees) -> None:
+    """UserError where the adapter of a tied table would lie in two parts of a pipeline."""
+    tied = isinstance(model, Decoder) and model.section.tie_embeddings
+    if degrees.pp > 1 and tied and any(name.startswith("embed.lora") for name, _ in model.named_parameters()):
+        raise UserError(
+            f"lora.targets has embeddings, whose table is the head's as well, and mesh.pp is {degrees.pp}; leave "
+            f"embeddings and head out of the targets, or set mesh.pp to 1."
+        )
+
+
 def _fill_held(fill: Fill, part: nn.Module, pieces: dict[str, Piece]) -> None:
     """Fill everything but what is held in few bits by `fill`; the weights of a block at a time are got and encoded."""
     codes = {name for name in pieces if ".held." in name}

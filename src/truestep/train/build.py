@@ -28,7 +28,7 @@ from truestep.plan.split import stage_layers
 from truestep.recipe.machine import Machine
 from truestep.recipe.numerics import Numerics
 from truestep.recipe.stage import Stage
-from truestep.train.adapt import hold_low, place_dropout, require_whole
+from truestep.train.adapt import hold_low, place_dropout, require_one_table, require_whole
 from truestep.train.average import Average
 from truestep.train.low_precision import compute_low
 from truestep.train.recomputation import recomputed
@@ -70,6 +70,7 @@ def build(
     degrees = resolve(machine.mesh, job.world, limits)
     if stage.lora is not None:
         require_whole(stage.lora, degrees, numerics.low_precision is not None)
+        require_one_table(model, degrees)
     chunk = machine.head_chunk_tokens or HEAD_CHUNK_TOKENS[job.device.type]
     modes = recomputed(model, stage, machine, degrees, precision, chunk)
     parallel = parallelize(

@@ -38,7 +38,7 @@ class Rows:
         for prompt, completion in self.rows:
             yield Document(None, None, prompt, {"prompt": prompt, "completion": completion})
 """
-ROWS = [["2 + 3 =", " 5"], ["a word backwards: stone", " enots"], ["yes or no?", " yes, I think"], ["", "only this"]]
+ROWS = [["2 + 3 =", " 5"], ["a word backwards: stone", " enots"], ["yes or no?", " yes, I think"], ["say it again: this", " this"]]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def recipe(folder: Path) -> dict:
     body = small_run.recipe(folder, "focal", **stage, gate={"kind": "none", "reason": "a test"})
     del body["stages"][0]["evaluate"]
     rows = {"source": "my_rows:Rows", "options": {"rows": ROWS}, "format": "prompt-completion"}
-    return body | {"data": {"train": rows | {"packing": "best-fit"}}}
+    return body | {"data": {"train": rows}}
 
 
 def test_it_has_fifteen_lines():

@@ -56,7 +56,7 @@ def cast() -> Iterator[Cast]:
 _settings = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=25, derandomize=True, phases=[Phase.generate], **_settings)
+@settings(max_examples=10, derandomize=True, phases=[Phase.generate], **_settings)
 @given(history=histories())
 def test_a_history_ends_as_if_nothing_had_happened(cast: Cast, history: History):
     cast.play(history)

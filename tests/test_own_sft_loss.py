@@ -38,7 +38,7 @@ class Rows:
         for prompt, completion in self.rows:
             yield Document(None, None, prompt, {"prompt": prompt, "completion": completion})
 """
-ROWS = [["2 + 3 =", " 5"], ["a word backwards: stone", " enots"], ["yes or no?", " yes, I think"], ["say it again: this", " this"]]
+ROWS = [["2 + 3 =", " 5"], ["a word backwards: stone", " enots"], ["yes or no?", " yes, I think"]]
 
 
 @pytest.fixture(autouse=True)

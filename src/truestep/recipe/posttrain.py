@@ -27,7 +27,7 @@ class Lora(Section):
     rank: int = field(16, help="rank r of an adapter", gt=0)
     alpha: Annotated[Number, Gt(0)] = field(32, help="the product is scaled by alpha / r")
     rslora: bool = field(False, help="scale by alpha / sqrt(r) instead (arXiv 2312.03732)")
-    dropout: float = field(0.0, help="dropout of the input of adapters in attention and mlp; none beside experts", ge=0, lt=1)
+    dropout: float = field(0.0, help="dropout of the input of adapters; none beside experts", ge=0, lt=1)
     targets: list[str] = field(
         ["attention", "mlp"],
         help="what gets an adapter: attention, mlp, experts, embeddings, head, or patterns of weights' names",

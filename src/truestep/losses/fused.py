@@ -36,10 +36,11 @@ def fused_loss(
 @torch.no_grad()
 def logits_of(out: HeadInput, hidden_CD: torch.Tensor) -> torch.Tensor:
     """logits_CV of some rows of hidden states over this rank's part of the vocabulary, in fp32 at least."""
-    return _capped(hidden_CD @ out.weight_VD.to(hidden_CD.dtype).T, out.softcap)
+    return capped(hidden_CD @ out.weight_VD.to(hidden_CD.dtype).T, out.softcap)
 
 
-def _capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
+def capped(logits_CV: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Logits of products, in fp32 at least. The products may be overwritten."""
     logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     return logits_CV if softcap is None else logits_CV.div_(softcap).tanh_().mul_(softcap)
 
@@ -65,15 +66,14 @@ class _Fused(torch.autograd.Function):
         options: _Options,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-        rows_n = (labels_BT.reshape(-1) != IGNORE).nonzero()[:, 0]
         weight, wide = weight_VD.to(options.dtype), torch.promote_types(options.dtype, torch.float32)
         needs = [options.grad and need for need in ctx.needs_input_grad[:2]]
         grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=options.dtype) if needs[0] else None
         grad_weight_VD = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         sums_S = hidden_ND.new_zeros(options.num_sums, dtype=wide)
-        for index_C in _even(rows_n, options.chunk_tokens):
+        for index_C in chunks(labels_BT, options.chunk_tokens):
             hidden_CD = hidden_ND[index_C].to(options.dtype)
-            logits_CV = _capped(hidden_CD @ weight.T, options.softcap)
+            logits_CV = capped(hidden_CD @ weight.T, options.softcap)
             slope_CV = None if options.softcap is None else 1 - (logits_CV / options.softcap).square()
             sums_SC, grad_CV = of_rows(logits_CV, index_C)
             sums_S += sums_SC.sum(1)
@@ -103,8 +103,10 @@ class _Fused(torch.autograd.Function):
         return *scaled, None, None, None
 
 
-def _even(rows_n: torch.Tensor, limit: int) -> tuple[torch.Tensor, ...]:
-    """Pieces of at most `limit` rows, as even as they can be: no last one of a few rows."""
-    if not len(rows_n):
+def chunks(labels_BT: torch.Tensor, limit: int) -> tuple[torch.Tensor, ...]:
+    """The places with a target (numbers in the flat (B, T)) in pieces of at most `limit`, as even as they can be: no
+    last one of a few rows."""
+    index_N = (labels_BT.reshape(-1) != IGNORE).nonzero()[:, 0]
+    if not len(index_N):
         return ()
-    return rows_n.split(-(-len(rows_n) // -(-len(rows_n) // limit)))
+    return index_N.split(-(-len(index_N) // -(-len(index_N) // limit)))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from truestep.losses.fused import capped, chunks
 from truestep.numerics.axis import Axis
 from truestep.numerics.batch import IGNORE
 from truestep.numerics.head import HeadInput, Logits
@@ -49,9 +50,7 @@ class _Options:
 
     def logits(self, hidden_CD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """logits_CV of this rank's part of the vocabulary, in fp32 at least."""
-        logits_CV = hidden_CD.to(self.dtype) @ weight_VD.T
-        logits_CV = logits_CV.to(torch.promote_types(self.dtype, torch.float32))
-        return logits_CV if self.softcap is None else logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return capped(hidden_CD.to(self.dtype) @ weight_VD.T, self.softcap)
 
     def own(self, labels_C1: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(rows of this rank, 0 for labels that lie elsewhere; whether they lie here)."""
@@ -69,7 +68,7 @@ class _LogProbs(torch.autograd.Function):
         weight, wide = weight_VD.to(options.dtype), torch.promote_types(options.dtype, torch.float32)
         logp_N = hidden_ND.new_zeros(len(labels_N), dtype=wide)
         log_z_N = torch.zeros_like(logp_N)
-        for index_C in _chunks(labels_N, options.chunk_tokens):
+        for index_C in chunks(labels_BT, options.chunk_tokens):
             logits_CV = options.logits(hidden_ND[index_C], weight)
             rows_C1, own_C1 = options.own(labels_N[index_C, None], len(weight))
             label_C1, log_z_C1 = _shared(logits_CV, rows_C1, own_C1, options.vocab)
@@ -87,7 +86,7 @@ class _LogProbs(torch.autograd.Function):
         weight, grad_N = weight_VD.to(options.dtype), grads[0].reshape(-1)
         grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=options.dtype) if needs_hidden else None
         grad_weight_VD = torch.zeros_like(weight, dtype=log_z_N.dtype) if needs_weight else None
-        for index_C in _chunks(labels_N, options.chunk_tokens):
+        for index_C in chunks(labels_BT, options.chunk_tokens):
             hidden_CD = hidden_ND[index_C].to(options.dtype)
             logits_CV = options.logits(hidden_CD, weight)
             rows_C1, own_C1 = options.own(labels_N[index_C, None], len(weight))
@@ -114,11 +113,3 @@ def _shared(
     shared = torch.stack(((logits_CV - top_C1).exp_().sum(1, keepdim=True), label_C1 * own_C1))
     total_C1, label_C1 = vocab.sum_(shared).unbind()
     return label_C1, total_C1.log() + top_C1
-
-
-def _chunks(labels_N: torch.Tensor, limit: int) -> tuple[torch.Tensor, ...]:
-    """The places with a label in pieces of at most `limit`, as even as they can be: no last one of a few rows."""
-    index_N = (labels_N != IGNORE).nonzero()[:, 0]
-    if not len(index_N):
-        return ()
-    return index_N.split(-(-len(index_N) // -(-len(index_N) // limit)))
